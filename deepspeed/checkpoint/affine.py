@@ -1,0 +1,527 @@
+# Copyright (c) DeepSpeed Team.
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""Affine maps: which shard holds which elements of a parameter, and where.
+
+A map knows shapes, offsets and strides in elements. It knows nothing of processes, devices or dtypes: a *location*
+is a number that the map's user binds to whatever holds the bytes. `shared` below means the same elements on both
+sides; for the columns of a (4, 6) parameter split over two ranks,
+
+    >>> contiguous_split_map((4, 6), [4, 2], partition_dim=1).pieces_by_rank[1]
+    [AffinePiece(shape=(4, 2), source_offset=4, source_strides=(6, 1), dest_offset=0, dest_strides=(2, 1), ...)]
+
+says that the shard of rank 1 is element 4, 5, 10, 11, 16, ... of the flattened parameter.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Dict, FrozenSet, Iterator, List, Mapping, NamedTuple, Sequence, Tuple
+
+import numpy as np
+import torch
+
+from .affine_boxes import BoxJoin, BoxSet, disjoint_cells, flat_range_boxes, row_major_strides
+from .affine_pieces import (AffineMapError, CoverageError, HolderError, OutOfBoundsError, OverlapError, PieceTable,
+                            RankIdError, ShardSizeError, UnreadablePieceError, check_coverage, check_shards,
+                            element_offsets, holders_by_offset, piece_table, uncovered_offsets)
+
+__all__ = [
+    'AFFINE_MAP_FORMAT_VERSION', 'SCALE_POWER_BY_STATE', 'AffineMapError', 'AffinePiece', 'CoverageError',
+    'HolderError', 'OutOfBoundsError', 'OverlapError', 'ParamAffineMap', 'RankIdError', 'ShardSizeError',
+    'UnreadablePieceError', 'block_gather_map', 'contiguous_split_map', 'flat_range_map', 'nest_affine_maps',
+    'replicated_map', 'segmented_map', 'sub_param_map'
+]
+
+# Version of the dictionary form below; a reader refuses a newer one.
+AFFINE_MAP_FORMAT_VERSION = 1
+
+# Power of a piece's scale that applies to each state. Where a shard holds s * w, its gradient is 1/s of that of w,
+# so Adam's first moment scales by 1/s and its second by 1/s^2.
+SCALE_POWER_BY_STATE = {'fp32': 1, 'exp_avg': -1, 'exp_avg_sq': -2}
+
+Shape = Tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class AffinePiece:
+    """A box of elements, where it sits in the full row-major tensor and where in the shard that holds it.
+
+    ``shape`` is common to both sides. Offsets and strides are in elements and are the arguments of
+    ``torch.as_strided``: ``source_*`` address the full tensor, ``dest_*`` the shard. ``locations`` are all ranks that
+    hold exactly these elements. The shard holds ``full * scale``; a scale of 0 (or one that is not finite) raises
+    ValueError because the full tensor could not be rebuilt.
+    """
+    shape: Shape
+    source_offset: int
+    source_strides: Shape
+    dest_offset: int
+    dest_strides: Shape
+    locations: FrozenSet[int]
+    scale: float = 1.0
+
+    def __post_init__(self):
+        for name in ('shape', 'source_strides', 'dest_strides'):
+            object.__setattr__(self, name, tuple(map(int, getattr(self, name))))
+        for name in ('source_offset', 'dest_offset'):
+            object.__setattr__(self, name, int(getattr(self, name)))
+        object.__setattr__(self, 'locations', frozenset(map(int, self.locations)))
+        object.__setattr__(self, 'scale', float(self.scale))
+        if self.scale == 0.0 or not math.isfinite(self.scale):
+            raise ValueError(f'scale is {self.scale}: not invertible, so the full tensor could not be rebuilt')
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def source_view(self, full_param: torch.Tensor) -> torch.Tensor:
+        """This piece's elements as a view of the contiguous full parameter."""
+        return _strided_view(full_param, self.shape, self.source_strides, self.source_offset)
+
+    def dest_view(self, shard: torch.Tensor) -> torch.Tensor:
+        """This piece's elements as a view of the contiguous shard."""
+        return _strided_view(shard, self.shape, self.dest_strides, self.dest_offset)
+
+    def source_offsets(self) -> Iterator[int]:
+        """Flat offset in the full tensor of every element, in row-major order of the piece."""
+        return iter(element_offsets(self.shape, self.source_offset, self.source_strides).tolist())
+
+
+def _strided_view(tensor: torch.Tensor, shape: Shape, strides: Shape, offset: int) -> torch.Tensor:
+    # as_strided counts from the start of the storage, a map from the tensor's first element: views share storages.
+    return torch.as_strided(tensor, shape, strides, tensor.storage_offset() + offset)
+
+
+class ParamAffineMap:
+    """How one parameter is spread over locations ("ranks"): the pieces that each one's shard is made of.
+
+    ``logical_shape`` is the full parameter's shape, ``shard_shapes`` gives the shape of each rank's shard and
+    ``pieces_by_rank`` the list of its AffinePieces. Maps compare by value.
+    """
+
+    def __init__(self, logical_shape: Sequence[int], shard_shapes: Mapping[int, Sequence[int]],
+                 pieces_by_rank: Mapping[int, Sequence[AffinePiece]]):
+        self.logical_shape = tuple(map(int, logical_shape))
+        self.shard_shapes = {int(rank): tuple(map(int, shape)) for rank, shape in shard_shapes.items()}
+        self.pieces_by_rank = {int(rank): list(pieces) for rank, pieces in pieces_by_rank.items()}
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.logical_shape)
+
+    def uncovered_offsets(self) -> List[int]:
+        """Flat offsets, ascending, of the elements that no rank holds; [] where the parameter can be rebuilt."""
+        return uncovered_offsets(self.logical_shape, self.pieces_by_rank)
+
+    def holders(self) -> Dict[int, set]:
+        """For the flat offset of every held element, the set of ranks holding it. One entry per element."""
+        return holders_by_offset(self.logical_shape, self.pieces_by_rank)
+
+    def validate(self) -> None:
+        """Check that each rank's pieces fill its shard exactly.
+
+        Raises ShardSizeError, OutOfBoundsError, OverlapError or RankIdError (all ValueError). Cost follows the number
+        of pieces.
+        """
+        check_shards(self.shard_shapes, self.pieces_by_rank)
+
+    def validate_coverage(self) -> None:
+        """``validate``, and: every element is held, and each piece's ``locations`` are exactly its holders.
+
+        Raises CoverageError or HolderError (ValueError, and AssertionError as well) besides. Cost follows the number
+        of pieces; pieces that are not boxes of the full tensor are walked element by element up to a size of
+        2**24 elements and refused with UnreadablePieceError above it.
+        """
+        self.validate()
+        check_coverage(self.logical_shape, self.pieces_by_rank)
+
+    def rebuild(self, shards: Mapping[int, torch.Tensor], scale_power: int = 1) -> torch.Tensor:
+        """The full parameter, put together from ``shards`` (rank -> tensor with its shard's number of elements).
+
+        A shard holds ``full * scale ** scale_power``: 1 for a parameter, SCALE_POWER_BY_STATE for optimizer states.
+        Raises ValueError for a wrong shard size or replicas that differ, NotImplementedError for an optimizer state
+        under a scale, because lr and eps would have to be rescaled with it.
+        """
+        self.validate()
+        self._refuse_scaled_state(scale_power)
+        flat_shards = self._flat_shards(shards)
+        any_shard = next(iter(shards.values()))
+        full = torch.empty(self.numel, dtype=any_shard.dtype, device=any_shard.device)
+        written = torch.zeros(self.numel, dtype=torch.bool, device=any_shard.device)
+        for rank, pieces in self.pieces_by_rank.items():
+            for piece in pieces:
+                value = piece.dest_view(flat_shards[rank]) if piece.numel else full[:0]
+                if piece.scale != 1.0:
+                    value = value / piece.scale**scale_power
+                self._write_piece(rank, piece, value, full, written)
+        return full.view(self.logical_shape)
+
+    def _flat_shards(self, shards):
+        for rank, pieces in self.pieces_by_rank.items():
+            if pieces and rank not in shards:
+                raise RankIdError(f'rank {rank}: no shard was given; shards came for {sorted(shards)}')
+        for rank, shard in shards.items():
+            if rank not in self.shard_shapes:
+                raise RankIdError(f'rank {rank}: the map knows no such rank, only {sorted(self.shard_shapes)}')
+            if shard.numel() != math.prod(self.shard_shapes[rank]):
+                raise ShardSizeError(f'rank {rank}: got a shard of {shard.numel()} elements, expected shape '
+                                     f'{self.shard_shapes[rank]}')
+        return {rank: shard.reshape(-1) for rank, shard in shards.items()}
+
+    @staticmethod
+    def _write_piece(rank, piece, value, full, written):
+        if not piece.numel:
+            return
+        target, seen = piece.source_view(full), piece.source_view(written)
+        # Replicas must agree: letting the last writer win would hide a rank that drifted. NaN agrees with NaN.
+        differs = seen & (target != value) & ~((target != target) & (value != value))
+        if differs.any():
+            where = tuple(differs.nonzero()[0].tolist())
+            raise ValueError(f'rank {rank}: its replica of {piece} differs from that of another holder, first at '
+                             f'index {where} of the piece')
+        target.copy_(value)
+        seen.fill_(True)
+
+    def _refuse_scaled_state(self, scale_power):
+        if scale_power == 1:
+            return
+        for rank, pieces in self.pieces_by_rank.items():
+            for piece in pieces:
+                if piece.scale != 1.0:
+                    raise NotImplementedError(f'rank {rank}: {piece} is scaled. An optimizer state cannot pass a '
+                                              'scale unless the learning rate and eps are rescaled with it, which a '
+                                              'map of geometry does not do.')
+
+    def extract(self, full_param: torch.Tensor, rank: int, scale_power: int = 1) -> torch.Tensor:
+        """The shard of ``rank`` as a new tensor, cut from the full parameter. The inverse of ``rebuild``."""
+        self._refuse_scaled_state(scale_power)
+        if rank not in self.shard_shapes:
+            raise RankIdError(f'rank {rank}: the map knows no such rank, only {sorted(self.shard_shapes)}')
+        if full_param.numel() != self.numel:
+            raise ShardSizeError(f'got a full parameter of {full_param.numel()} elements, expected shape '
+                                 f'{self.logical_shape}')
+        flat = full_param.reshape(-1)
+        shard = torch.empty(math.prod(self.shard_shapes[rank]), dtype=full_param.dtype, device=full_param.device)
+        for piece in self.pieces_by_rank.get(rank, ()):
+            if piece.numel:
+                value = piece.source_view(flat)
+                piece.dest_view(shard).copy_(value if piece.scale == 1.0 else value * piece.scale**scale_power)
+        return shard.view(self.shard_shapes[rank])
+
+    def to_dict(self) -> Dict[str, Any]:
+        """Plain scalars, lists and dicts, of AFFINE_MAP_FORMAT_VERSION. JSON turns the rank keys into strings."""
+        return {
+            'logical_shape': list(self.logical_shape),
+            'ranks': {
+                rank: {
+                    'shard_shape': list(self.shard_shapes[rank]),
+                    'pieces': [_piece_to_dict(piece) for piece in self.pieces_by_rank.get(rank, ())]
+                }
+                for rank in sorted(self.shard_shapes)
+            }
+        }
+
+    @classmethod
+    def from_dict(cls, entry: Mapping[str, Any]) -> 'ParamAffineMap':
+        """The map that ``to_dict`` wrote, also after a trip through JSON."""
+        ranks = {int(rank): value for rank, value in entry['ranks'].items()}
+        return cls(entry['logical_shape'], {
+            rank: value['shard_shape']
+            for rank, value in ranks.items()
+        }, {
+            rank: [_piece_from_dict(piece) for piece in value['pieces']]
+            for rank, value in ranks.items()
+        })
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ParamAffineMap):
+            return NotImplemented
+        return (self.logical_shape == other.logical_shape and self.shard_shapes == other.shard_shapes
+                and self.pieces_by_rank == other.pieces_by_rank)
+
+    def __hash__(self) -> int:
+        return hash((self.logical_shape, tuple(sorted(self.shard_shapes.items()))))
+
+    def __repr__(self) -> str:
+        counts = {rank: len(pieces) for rank, pieces in sorted(self.pieces_by_rank.items())}
+        return f'ParamAffineMap(logical_shape={self.logical_shape}, pieces_per_rank={counts})'
+
+
+def _piece_to_dict(piece: AffinePiece) -> Dict[str, Any]:
+    entry = {
+        'shape': list(piece.shape),
+        'source': [piece.source_offset, list(piece.source_strides)],
+        'dest': [piece.dest_offset, list(piece.dest_strides)],
+        'locations': sorted(piece.locations)
+    }
+    return entry if piece.scale == 1.0 else {**entry, 'scale': piece.scale}
+
+
+def _piece_from_dict(entry: Mapping[str, Any]) -> AffinePiece:
+    return AffinePiece(entry['shape'], *entry['source'], *entry['dest'], entry['locations'], entry.get('scale', 1.0))
+
+
+class _Interval(NamedTuple):
+    """Elements [start, start + size) of the partitioned dimension, and the ranks that hold them."""
+    start: int
+    size: int
+    locations: Sequence[int]
+
+
+def _partitioned_map(shape: Sequence[int], partition_dim: int,
+                     intervals_by_rank: Mapping[int, Sequence[_Interval]]) -> ParamAffineMap:
+    """Each rank's shard is its intervals of ``partition_dim``, one after another."""
+    shape = tuple(shape)
+    source_strides = row_major_strides(shape)
+
+    def with_size(size):
+        sizes = list(shape)
+        sizes[partition_dim] = size
+        return tuple(sizes)
+
+    shard_shapes, pieces_by_rank = {}, {}
+    for rank, intervals in intervals_by_rank.items():
+        shard_shapes[rank] = with_size(sum(interval.size for interval in intervals))
+        dest_strides = row_major_strides(shard_shapes[rank])
+        pieces, filled = [], 0
+        for start, size, locations in intervals:
+            pieces.append(
+                AffinePiece(with_size(size), start * source_strides[partition_dim], source_strides,
+                            filled * dest_strides[partition_dim], dest_strides, locations))
+            filled += size
+        pieces_by_rank[rank] = pieces
+    return ParamAffineMap(shape, shard_shapes, pieces_by_rank)
+
+
+def replicated_map(shape: Sequence[int], tp_degree: int, scale: float = 1.0) -> ParamAffineMap:
+    """Ranks 0..tp_degree-1 each hold the whole parameter, times ``scale``.
+
+    ``replicated_map((3, ), 2)``: both ranks hold [0, 1, 2]. A row-parallel bias is replicated with scale 1/tp_degree.
+    """
+    shape = tuple(shape)
+    strides = row_major_strides(shape)
+    piece = AffinePiece(shape, 0, strides, 0, strides, range(tp_degree), scale)
+    return ParamAffineMap(shape, {rank: shape
+                                  for rank in range(tp_degree)}, {rank: [piece]
+                                                                  for rank in range(tp_degree)})
+
+
+def contiguous_split_map(shape: Sequence[int], per_rank_sizes: Sequence[int], partition_dim: int) -> ParamAffineMap:
+    """Rank r holds the next ``per_rank_sizes[r]`` indices of ``partition_dim``; sizes may differ and may be 0.
+
+    ``contiguous_split_map((5, ), [3, 2], 0)``: rank 0 holds [0, 1, 2], rank 1 holds [3, 4].
+    """
+    intervals, start = {}, 0
+    for rank, size in enumerate(per_rank_sizes):
+        intervals[rank] = [_Interval(start, size, [rank])]
+        start += size
+    return _partitioned_map(shape, partition_dim, intervals)
+
+
+def sub_param_map(shape: Sequence[int], sub_dim_sizes: Sequence[int], shard_widths: Sequence[Sequence[int]],
+                  partition_dim: int) -> ParamAffineMap:
+    """Sub-parameters concatenated along ``partition_dim`` (fused Q, K, V), each split over the ranks on its own.
+
+    ``sub_dim_sizes[i]`` is the size of sub-parameter i and ``shard_widths[i][r]`` what rank r holds of it.
+    ``sub_param_map((6, ), [4, 2], [[2, 2], [1, 1]], 0)``: rank 0 holds [0, 1, 4], rank 1 holds [2, 3, 5].
+    """
+    intervals = {rank: [] for rank in range(len(shard_widths[0]))}
+    sub_start = 0
+    for size, widths in zip(sub_dim_sizes, shard_widths):
+        start = sub_start
+        for rank, held in intervals.items():
+            held.append(_Interval(start, widths[rank], [rank]))
+            start += widths[rank]
+        sub_start += size
+    return _partitioned_map(shape, partition_dim, intervals)
+
+
+def segmented_map(shape: Sequence[int], segments: Sequence[Tuple[int, bool]], partition_dim: int, tp_degree: int,
+                  split_widths: Sequence[Sequence[int]]) -> ParamAffineMap:
+    """Segments along ``partition_dim``, each either split over the ranks or held whole by all of them.
+
+    ``segments`` are (size, replicated) pairs, ``split_widths`` the per-rank sizes of each split one in order; they
+    must add up to it (ShardSizeError). ``segmented_map((6, ), [(4, False), (2, True)], 0, 2, [[1, 3]])``: rank 0
+    holds [0, 4, 5], rank 1 holds [1, 2, 3, 4, 5].
+    """
+    everyone = range(tp_degree)
+    intervals = {rank: [] for rank in everyone}
+    remaining_widths = iter(split_widths)
+    segment_start = 0
+    for index, (size, replicated) in enumerate(segments):
+        start, widths = segment_start, ()
+        if not replicated:
+            widths = list(next(remaining_widths, ()))
+            if len(widths) != tp_degree or sum(widths) != size:
+                raise ShardSizeError(f'segment {index} has {size} elements to split over {tp_degree} ranks, but its '
+                                     f'widths are {widths}')
+        for rank in everyone:
+            if replicated:
+                intervals[rank].append(_Interval(start, size, everyone))
+            else:
+                intervals[rank].append(_Interval(start, widths[rank], [rank]))
+                start += widths[rank]
+        segment_start += size
+    return _partitioned_map(shape, partition_dim, intervals)
+
+
+def block_gather_map(shape: Sequence[int], block_ids_by_rank: Mapping[int, Sequence[int]], block_size: int,
+                     partition_dim: int) -> ParamAffineMap:
+    """Each rank holds the listed blocks of ``block_size`` indices of ``partition_dim``, in the listed order.
+
+    ``block_gather_map((8, ), {0: [0, 2], 1: [3, 1]}, 2, 0)``: rank 0 holds [0, 1, 4, 5], rank 1 holds [6, 7, 2, 3].
+    """
+    intervals = {}
+    for rank, block_ids in block_ids_by_rank.items():
+        held: List[_Interval] = []
+        for block in block_ids:
+            if held and held[-1].start + held[-1].size == block * block_size:
+                held[-1] = held[-1]._replace(size=held[-1].size + block_size)
+            else:
+                held.append(_Interval(block * block_size, block_size, [rank]))
+        intervals[rank] = held
+    return _partitioned_map(shape, partition_dim, intervals)
+
+
+def flat_range_map(shape: Sequence[int], ranges: Mapping[int, Tuple[int, int]]) -> ParamAffineMap:
+    """Each location holds elements [start, start + numel) of the flattened parameter, in a 1-D shard.
+
+    ``ranges`` is location -> (start, numel). The pieces are boxes of the parameter's full rank, at most
+    2 * (ndim - 1) + 1 per location. ``flat_range_map((2, 3), {7: (0, 4), 9: (4, 2)})``: location 7 holds [0, 1, 2, 3],
+    location 9 holds [4, 5]. Locations may hold the same elements where their ranges are equal; other overlaps are
+    cut so that each piece has the same holders throughout. Raises OutOfBoundsError for a range outside the parameter.
+    """
+    shape = tuple(shape)
+    total = math.prod(shape)
+    for location, (start, numel) in ranges.items():
+        if start < 0 or numel < 0 or (numel and start + numel > total):
+            raise OutOfBoundsError(f'location {location}: elements [{start}, {start + numel}) are outside the '
+                                   f'parameter of shape {shape} with {total} elements')
+    strides = row_major_strides(shape)
+    pieces_by_rank = {location: [] for location in ranges}
+    for start, stop, locations in _common_ranges(ranges):
+        for lower, extent in flat_range_boxes(shape, start, stop):
+            offset = sum(first * stride for first, stride in zip(lower, strides))
+            for location in locations:
+                pieces_by_rank[location].append(
+                    AffinePiece(extent, offset, strides, offset - ranges[location][0], strides, locations))
+    return ParamAffineMap(shape, {location: (numel, ) for location, (_, numel) in ranges.items()}, pieces_by_rank)
+
+
+def _common_ranges(ranges) -> Iterator[Tuple[int, int, FrozenSet[int]]]:
+    """Cut ranges along one another: ascending (start, stop, locations that hold all of it)."""
+    edges: Dict[int, List[int]] = {}
+    for location, (start, numel) in ranges.items():
+        if numel:
+            edges.setdefault(start, []).append(location)
+            edges.setdefault(start + numel, []).append(location)
+    open_locations: set = set()
+    cuts = sorted(edges)
+    for start, stop in zip(cuts, cuts[1:]):
+        open_locations ^= set(edges[start])
+        if open_locations:
+            yield start, stop, frozenset(open_locations)
+
+
+def nest_affine_maps(outer: ParamAffineMap, inner_by_rank: Mapping[int, ParamAffineMap]) -> ParamAffineMap:
+    """Map the full parameter straight to the storage that holds its shards.
+
+    ``outer`` maps the parameter to shards (tensor parallelism); ``inner_by_rank[r]`` maps outer shard r, as its shape
+    or flattened, to storage locations (ZeRO partitions). The result has the parameter's logical shape and the inner
+    maps' locations and shard shapes; a piece's ``locations`` are all storage locations that hold its elements, over
+    all replicas of the outer piece. For ``outer = contiguous_split_map((2, 2), [1, 1], 1)`` and inner
+    ``{0: flat_range_map((2, ), {0: (0, 1), 1: (1, 1)}), 1: flat_range_map((2, ), {2: (0, 1), 3: (1, 1)})}``, locations
+    0, 1, 2, 3 hold elements 0, 2, 1, 3.
+
+    Raises RankIdError for missing or extra inner ranks and for a location used under two outer ranks, ShardSizeError
+    for an inner map of another size than the outer shard, UnreadablePieceError where a shard's pieces are not boxes.
+    """
+    shard_shapes, parts = {}, []
+    for rank in _matching_ranks(outer, inner_by_rank):
+        inner = _in_shard_shape(rank, inner_by_rank[rank], outer.shard_shapes[rank])
+        for location in inner.shard_shapes.keys() & shard_shapes.keys():
+            raise RankIdError(f'outer rank {rank}: location {location} already stores the shard of another outer rank')
+        shard_shapes.update(inner.shard_shapes)
+        parts.append(_compose(outer, rank, inner))
+    return ParamAffineMap(outer.logical_shape, shard_shapes,
+                          _pieces_of_cells(_joined(parts), outer.logical_shape, shard_shapes))
+
+
+def _matching_ranks(outer: ParamAffineMap, inner_by_rank: Mapping[int, ParamAffineMap]) -> List[int]:
+    if outer.shard_shapes.keys() != inner_by_rank.keys():
+        raise RankIdError(f'the outer map has ranks {sorted(outer.shard_shapes)}, but inner maps were given for '
+                          f'{sorted(inner_by_rank)}')
+    return sorted(outer.shard_shapes)
+
+
+def _in_shard_shape(rank: int, inner: ParamAffineMap, shard_shape: Shape) -> ParamAffineMap:
+    """``inner`` as a map of the shard's own shape, where it is a map of the flattened shard."""
+    if inner.logical_shape == shard_shape:
+        return inner
+    if inner.logical_shape != (math.prod(shard_shape), ):
+        raise ShardSizeError(
+            f'outer rank {rank}: its shard has shape {shard_shape}, but the inner map describes shape '
+            f'{inner.logical_shape}')
+    strides = row_major_strides(shard_shape)
+    pieces_by_rank = {}
+    for location, pieces in inner.pieces_by_rank.items():
+        boxes = pieces_by_rank[location] = []
+        for piece in pieces:
+            (numel, ), (step, ), (dest_step, ) = piece.shape, piece.source_strides, piece.dest_strides
+            if numel > 1 and step != 1:
+                raise UnreadablePieceError(
+                    f'outer rank {rank}, location {location}: {piece} is not a contiguous range '
+                    'of the flattened shard')
+            start = piece.source_offset
+            for lower, extent in flat_range_boxes(shard_shape, start, start + numel):
+                offset = sum(first * stride for first, stride in zip(lower, strides))
+                boxes.append(
+                    AffinePiece(extent, offset, strides, piece.dest_offset + (offset - start) * dest_step,
+                                [stride * dest_step for stride in strides], piece.locations, piece.scale))
+    return ParamAffineMap(shard_shape, inner.shard_shapes, pieces_by_rank)
+
+
+def _compose(outer: ParamAffineMap, rank: int, inner: ParamAffineMap) -> PieceTable:
+    """The inner map's pieces of one outer shard, as pieces of the full parameter."""
+    held = piece_table({rank: outer.pieces_by_rank.get(rank, ())}, outer.logical_shape)
+    stored = piece_table(inner.pieces_by_rank, inner.logical_shape)
+    in_shard = held.shard_boxes(outer.shard_shapes[rank])
+    i, j = BoxJoin(in_shard, stored.boxes).pairs()
+    common = in_shard.take(i).intersection(stored.boxes.take(j))
+    lower = held.boxes.lower[i] + common.lower - in_shard.lower[i]
+    return PieceTable(rank=stored.rank[j],
+                      boxes=BoxSet(lower, lower + common.extent),
+                      address=stored.address_of(j, common.lower),
+                      strides=stored.strides[j],
+                      scale=held.scale[i] * stored.scale[j],
+                      locations=[stored.locations[index] for index in j.tolist()])
+
+
+def _joined(parts: List[PieceTable]) -> PieceTable:
+    return PieceTable(rank=np.concatenate([part.rank for part in parts]),
+                      boxes=BoxSet(*(np.concatenate(corner) for corner in zip(*(part.boxes for part in parts)))),
+                      address=np.concatenate([part.address for part in parts]),
+                      strides=np.concatenate([part.strides for part in parts]),
+                      scale=np.concatenate([part.scale for part in parts]),
+                      locations=[held for part in parts for held in part.locations])
+
+
+def _pieces_of_cells(table: PieceTable, logical_shape: Shape, shard_shapes) -> Dict[int, List[AffinePiece]]:
+    """The table's pieces, cut so that each has the same holders throughout, in the order of their shard addresses."""
+    ndim = len(logical_shape)
+    source_strides = row_major_strides(logical_shape)
+    cells, cell_index, row_index = disjoint_cells(table.boxes)
+    extent = cells.extent[:, :ndim].tolist()
+    source_offset = (cells.lower[:, :ndim] @ np.array(source_strides, dtype=np.int64)).tolist()
+    address = table.address_of(row_index, cells.lower[cell_index]).tolist()
+    dest_strides = table.strides[row_index][:, :ndim].tolist()
+    scale = table.scale[row_index].tolist()
+    locations = table.holders_by_cell(cell_index, row_index, len(extent))
+    pieces_by_rank = {location: [] for location in shard_shapes}
+    for entry, (cell, location) in enumerate(zip(cell_index.tolist(), table.rank[row_index].tolist())):
+        pieces_by_rank[location].append(
+            AffinePiece(extent[cell], source_offset[cell], source_strides, address[entry], dest_strides[entry],
+                        locations[cell], scale[entry]))
+    for pieces in pieces_by_rank.values():
+        pieces.sort(key=lambda piece: (piece.dest_offset, piece.source_offset))
+    return pieces_by_rank

@@ -1,0 +1,119 @@
+# Copyright (c) DeepSpeed Team.
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""Affine maps of DTensor layouts: where ``DTensor.to_local()`` of every rank of a mesh has its elements."""
+
+import itertools
+from typing import Dict, List, Sequence, Tuple
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
+
+from .affine import AffinePiece, ParamAffineMap
+from .affine_boxes import row_major_strides
+from .affine_pieces import AffineMapError
+
+__all__ = ['dtensor_map']
+
+# Indices of one tensor dimension that a rank holds, in the order it holds them, as (start, size) runs.
+Runs = Tuple[Tuple[int, int], ...]
+
+
+def dtensor_map(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> ParamAffineMap:
+    """Where a DTensor of global ``shape`` with these ``placements`` keeps its elements.
+
+    Locations are the mesh's global ranks; a location's shard is its local tensor, whose shape may have a size of 0.
+    Shards follow torch 2.13: ``Shard`` cuts like ``torch.chunk``; several mesh dimensions may shard one tensor
+    dimension, cutting it in their order; ``_StridedShard`` cuts into ``split_factor`` chunks and each of these over
+    the mesh dimension. Over ranks 0 and 1, ``[Shard(0)]`` puts 0..4 as [0, 1, 2], [3, 4] and
+    ``[_StridedShard(0, split_factor=2)]`` as [0, 1, 3], [2, 4].
+
+    Reads the mesh only: any process may call it, also one outside the mesh. Raises AffineMapError for ``Partial``
+    (its elements are spread over the ranks as summands), a wrong number of placements, or a dimension out of range.
+    """
+    shape = tuple(int(size) for size in shape)
+    _check_placements(shape, mesh, placements)
+    runs_by_rank = {}
+    for coordinate in itertools.product(*(range(size) for size in mesh.mesh.shape)):
+        runs_by_rank[int(mesh.mesh[coordinate])] = _held_runs(shape, mesh, placements, coordinate)
+    ranks_by_runs: Dict[Tuple[Runs, ...], List[int]] = {}
+    for rank, runs in sorted(runs_by_rank.items()):
+        ranks_by_runs.setdefault(runs, []).append(rank)
+    shard_shapes, pieces_by_rank = {}, {}
+    for rank, runs in runs_by_rank.items():
+        shard_shapes[rank] = tuple(sum(size for _, size in dim_runs) for dim_runs in runs)
+        pieces_by_rank[rank] = _pieces(shape, shard_shapes[rank], runs, ranks_by_runs[runs])
+    return ParamAffineMap(shape, shard_shapes, pieces_by_rank)
+
+
+def _check_placements(shape, mesh, placements) -> None:
+    if len(placements) != mesh.ndim:
+        raise AffineMapError(f'placements: got {len(placements)} for a mesh of {mesh.ndim} dimensions')
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, (Shard, _StridedShard)):
+            if not -len(shape) <= placement.dim < len(shape):
+                raise AffineMapError(f'placements[{mesh_dim}]: {placement} of a tensor of shape {shape}')
+        elif not isinstance(placement, Replicate):
+            raise AffineMapError(f'placements[{mesh_dim}]: {placement!r} has no map, since no rank holds the elements '
+                                 'themselves; redistribute the tensor to Shard or Replicate first')
+
+
+def _held_runs(shape, mesh, placements, coordinate) -> Tuple[Runs, ...]:
+    held: List[Runs] = [((0, size), ) if size else () for size in shape]
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, Replicate):
+            continue
+        dim = placement.dim % len(shape)
+        parts, index = mesh.size(mesh_dim), coordinate[mesh_dim]
+        # Strided sharding is not a subclass of Shard in every torch.
+        split_factor = placement.split_factor if isinstance(placement, _StridedShard) else 1
+        held[dim] = sum((_chunk(chunk, parts, index) for chunk in _chunks(held[dim], split_factor)), ())
+    return tuple(_merged(runs) for runs in held)
+
+
+def _chunks(runs: Runs, parts: int) -> List[Runs]:
+    return [_chunk(runs, parts, index) for index in range(parts)]
+
+
+def _chunk(runs: Runs, parts: int, index: int) -> Runs:
+    """Chunk ``index`` of ``parts``, as torch.chunk cuts: ceil(size / parts) each, the last ones shorter or empty."""
+    total = sum(size for _, size in runs)
+    chunk_size = -(-total // parts)
+    first, last = min(index * chunk_size, total), min((index + 1) * chunk_size, total)
+    chunk, position = [], 0
+    for start, size in runs:
+        begin, end = max(first - position, 0), min(last - position, size)
+        if begin < end:
+            chunk.append((start + begin, end - begin))
+        position += size
+    return tuple(chunk)
+
+
+def _merged(runs: Runs) -> Runs:
+    merged: List[Tuple[int, int]] = []
+    for start, size in runs:
+        if merged and sum(merged[-1]) == start:
+            merged[-1] = (merged[-1][0], merged[-1][1] + size)
+        else:
+            merged.append((start, size))
+    return tuple(merged)
+
+
+def _pieces(shape, shard_shape, runs: Tuple[Runs, ...], ranks: List[int]) -> List[AffinePiece]:
+    """One piece for every combination of a run in each dimension."""
+    source_strides, dest_strides = row_major_strides(shape), row_major_strides(shard_shape)
+    runs_with_position = []
+    for dim_runs in runs:
+        positions = itertools.accumulate((size for _, size in dim_runs), initial=0)
+        runs_with_position.append([(start, size, position) for (start, size), position in zip(dim_runs, positions)])
+    pieces = []
+    for box in itertools.product(*runs_with_position):
+        pieces.append(
+            AffinePiece(shape=[size for _, size, _ in box],
+                        source_offset=sum(start * stride for (start, _, _), stride in zip(box, source_strides)),
+                        source_strides=source_strides,
+                        dest_offset=sum(position * stride for (_, _, position), stride in zip(box, dest_strides)),
+                        dest_strides=dest_strides,
+                        locations=ranks))
+    return pieces

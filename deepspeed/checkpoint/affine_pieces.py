@@ -1,0 +1,359 @@
+# Copyright (c) DeepSpeed Team.
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""The pieces of an affine map as columns, and the checks a map must pass.
+
+A piece whose strides are those of the full tensor is a box of it, and whole maps are then checked by comparing boxes.
+Pieces that cannot be read so (transposed or strided through the tensor) are walked element by element, up to
+ELEMENTWISE_LIMIT elements.
+"""
+
+import math
+from typing import Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Set, Tuple
+
+import numpy as np
+
+from .affine_boxes import BoxSet, disjoint_cells, grid_shape, row_major_strides
+
+ELEMENTWISE_LIMIT = 1 << 24
+
+
+class AffineMapError(ValueError):
+    """An affine map contradicts itself."""
+
+
+class ShardSizeError(AffineMapError):
+    """The pieces of a rank do not add up to its shard, or a shard to what a map says of it."""
+
+
+class OutOfBoundsError(AffineMapError):
+    """A piece reaches outside its shard or outside the full tensor."""
+
+
+class OverlapError(AffineMapError):
+    """Two pieces of a rank claim the same element of its shard."""
+
+
+class RankIdError(AffineMapError):
+    """A rank is missing, unknown, or named twice."""
+
+
+class CoverageError(AffineMapError, AssertionError):
+    """No rank holds some element, so the full tensor cannot be rebuilt."""
+
+
+class HolderError(AffineMapError, AssertionError):
+    """The ranks that a piece names are not the ranks that hold its elements."""
+
+
+class UnreadablePieceError(AffineMapError):
+    """A piece is not a box of the full tensor, and the question asked needs boxes."""
+
+
+class PieceTable(NamedTuple):
+    """Every piece with elements, one row each, ordered by rank.
+
+    Columns: the ``rank`` that holds it; ``boxes`` in the full tensor's grid; the shard address of element x of the
+    tensor is ``address + (x - boxes.lower) @ strides``; ``scale`` and ``locations`` are the piece's own.
+    """
+    rank: np.ndarray
+    boxes: BoxSet
+    address: np.ndarray
+    strides: np.ndarray
+    scale: np.ndarray
+    locations: List[FrozenSet[int]]
+
+    def describe(self, row: int) -> str:
+        return f'rank {self.rank[row]} piece {describe_box(self.boxes, row)}'
+
+    def address_of(self, rows: np.ndarray, corner: np.ndarray) -> np.ndarray:
+        """Shard addresses of the tensor elements ``corner`` (one per row), which lie in the rows' boxes."""
+        return self.address[rows] + ((corner - self.boxes.lower[rows]) * self.strides[rows]).sum(axis=1)
+
+    def shard_boxes(self, shard_shape: Sequence[int]) -> BoxSet:
+        """The pieces as boxes of a shard of this shape, dimension by dimension as in the full tensor.
+
+        Raises UnreadablePieceError where a piece is scattered over the shard in another way.
+        """
+        shape = grid_shape(shard_shape)
+        extent = self.boxes.extent
+        lower = coordinates(self.address, shape)
+        if lower.shape == extent.shape:
+            scattered = np.any((extent > 1) & (self.strides != row_major_strides(shape)), axis=1)
+            scattered |= np.any(lower + extent > shape, axis=1)
+        else:
+            scattered = np.ones(len(extent), dtype=bool)
+        if scattered.any():
+            raise UnreadablePieceError(f'{self.describe(np.argmax(scattered))} is not a box of its shard of shape '
+                                       f'{tuple(shard_shape)}')
+        return BoxSet(lower, lower + extent)
+
+    def holders_by_cell(self, cell_index: np.ndarray, row_index: np.ndarray, cells: int) -> List[FrozenSet[int]]:
+        """The ranks of each cell's rows, for the index arrays that ``disjoint_cells`` returns."""
+        bounds = np.searchsorted(cell_index, np.arange(cells + 1)).tolist()
+        ranks = self.rank[row_index].tolist()
+        return [frozenset(ranks[begin:end]) for begin, end in zip(bounds, bounds[1:])]
+
+
+def piece_table(pieces_by_rank: Dict[int, Sequence], logical_shape: Sequence[int]) -> PieceTable:
+    """Read the pieces of a map as boxes of a tensor of ``logical_shape``.
+
+    A piece may list the tensor's dimensions in another order (a transposed shard). Raises UnreadablePieceError for
+    one that is no box, OutOfBoundsError for one that leaves the tensor, naming rank and piece.
+    """
+    ranked = [(rank, piece) for rank, held in sorted(pieces_by_rank.items()) for piece in held if piece.numel]
+    shape = grid_shape(logical_shape)
+    aligned = [_aligned(rank, piece, shape, tuple(logical_shape)) for rank, piece in ranked]
+    extent = _columns([row[0] for row in aligned], len(shape))
+    lower = coordinates(np.array([piece.source_offset for _, piece in ranked], dtype=np.int64), shape)
+    outside = np.flatnonzero(np.any((lower < 0) | (lower + extent > shape), axis=1))
+    if outside.size:
+        rank, piece = ranked[outside[0]]
+        raise OutOfBoundsError(f'rank {rank}: {piece} reaches outside the full tensor of shape {tuple(logical_shape)}')
+    return PieceTable(rank=np.array([rank for rank, _ in ranked], dtype=np.int64),
+                      boxes=BoxSet(lower, lower + extent),
+                      address=np.array([piece.dest_offset for _, piece in ranked], dtype=np.int64),
+                      strides=_columns([row[1] for row in aligned], len(shape)),
+                      scale=np.array([piece.scale for _, piece in ranked]),
+                      locations=[piece.locations for _, piece in ranked])
+
+
+def coordinates(offsets: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """Grid coordinates (n, d) of flat offsets (n,); an offset beyond the tensor gets one beyond its first size."""
+    result = np.empty((len(offsets), len(shape)), dtype=np.int64)
+    for dim, stride in enumerate(row_major_strides(shape)):
+        # A stride is 0 in a tensor without elements only, where any answer is out of bounds.
+        result[:, dim], offsets = np.divmod(offsets, max(stride, 1))
+    return result
+
+
+def _columns(rows: List[Sequence[int]], ndim: int) -> np.ndarray:
+    return np.array(rows, dtype=np.int64).reshape(-1, ndim)
+
+
+def _aligned(rank, piece, shape, logical_shape) -> Tuple[Sequence[int], Sequence[int]]:
+    """Extents and shard strides of ``piece`` for each dimension of the full tensor."""
+    logical_strides = row_major_strides(shape)
+    if len(piece.shape) == len(shape) and all(
+            size == 1 or stride == want
+            for size, stride, want in zip(piece.shape, piece.source_strides, logical_strides)):
+        return piece.shape, piece.dest_strides
+    # Dimensions of more than one element have distinct strides, so a stride names its dimension.
+    dim_by_stride = {stride: dim for dim, (stride, size) in enumerate(zip(logical_strides, shape)) if size > 1}
+    extent, strides = [1] * len(shape), [0] * len(shape)
+    for size, source_stride, dest_stride in zip(piece.shape, piece.source_strides, piece.dest_strides):
+        if size == 1:
+            continue
+        dim = dim_by_stride.pop(source_stride, None)
+        if dim is None:
+            raise UnreadablePieceError(f'rank {rank}: {piece} is not a box of the full tensor of shape '
+                                       f'{logical_shape}: no dimension of it has stride {source_stride}')
+        extent[dim], strides[dim] = size, dest_stride
+    return extent, strides
+
+
+def describe_box(boxes: BoxSet, index: int) -> str:
+    spans = zip(boxes.lower[index].tolist(), boxes.upper[index].tolist())
+    return '[' + ', '.join(f'{start}:{stop}' for start, stop in spans) + ']'
+
+
+def element_offsets(shape: Sequence[int], offset: int, strides: Sequence[int]) -> np.ndarray:
+    """Storage offsets of a strided view's elements in row-major order, int64 of shape (numel,)."""
+    offsets = np.full((1, ) * len(shape), offset, dtype=np.int64)
+    for dim, (size, stride) in enumerate(zip(shape, strides)):
+        along = np.arange(size, dtype=np.int64) * stride
+        offsets = offsets + along.reshape((1, ) * dim + (size, ) + (1, ) * (len(shape) - dim - 1))
+    return offsets.reshape(-1)
+
+
+def check_shards(shard_shapes, pieces_by_rank) -> None:
+    """Each rank's pieces fill its shard: they add up to it, stay inside it and do not overlap there."""
+    for rank in pieces_by_rank.keys() - shard_shapes.keys():
+        raise RankIdError(f'rank {rank} has pieces but no shard shape; shards are known for {sorted(shard_shapes)}')
+    for rank, shape in sorted(shard_shapes.items()):
+        pieces = [piece for piece in pieces_by_rank.get(rank, ()) if piece.numel]
+        numel, held = math.prod(shape), sum(piece.numel for piece in pieces)
+        if held != numel:
+            raise ShardSizeError(f'rank {rank}: its shard of shape {shape} has {numel} elements, but its pieces '
+                                 f'account for {held}')
+        ranges = sorted(_address_range(rank, piece, numel) for piece in pieces)
+        # Dense pieces, the common case, are apart where their address ranges are.
+        dense = all(last - first + 1 == piece_numel for first, last, piece_numel in ranges)
+        if not dense or any(after[0] <= before[1] for before, after in zip(ranges, ranges[1:])):
+            _check_pieces_apart(rank, pieces, shape)
+
+
+def _address_range(rank, piece, shard_numel) -> Tuple[int, int, int]:
+    """First and last shard element that a piece touches, and how many elements it has."""
+    first = last = piece.dest_offset
+    for size, stride in zip(piece.shape, piece.dest_strides):
+        last += (size - 1) * stride
+    if first < 0 or last >= shard_numel or min(piece.dest_strides, default=0) < 0:
+        raise OutOfBoundsError(f'rank {rank}: {piece} writes shard elements {first} to {last}, outside the shard of '
+                               f'{shard_numel} elements')
+    return first, last, piece.numel
+
+
+def _check_pieces_apart(rank, pieces, shard_shape) -> None:
+    """No shard element is written twice, by one piece or by two."""
+    boxes = _shard_boxes(pieces, shard_shape)
+    if boxes is not None:
+        twice = boxes.first_overlap()
+        if twice:
+            raise OverlapError(f'rank {rank}: {pieces[twice[0]]} and {pieces[twice[1]]} both write shard elements '
+                               f'{describe_box(boxes.intersection(boxes.take(list(twice[::-1]))), 0)}')
+        return
+    starts, lengths, owner = _runs(rank, pieces)
+    order = np.argsort(starts, kind='stable')
+    starts, stops, owner = starts[order], (starts + lengths)[order], owner[order]
+    twice = np.flatnonzero(starts[1:] < stops[:-1])
+    if twice.size:
+        at = twice[0]
+        raise OverlapError(f'rank {rank}: {pieces[owner[at]]} and {pieces[owner[at + 1]]} both write shard element '
+                           f'{starts[at + 1]}')
+
+
+def _shard_boxes(pieces, shard_shape) -> Optional[BoxSet]:
+    """The pieces as boxes of their shard's grid, or None where one of them is not."""
+    shape = grid_shape(shard_shape)
+    strides = row_major_strides(shape)
+    lower, extent = [], []
+    for piece in pieces:
+        if len(piece.shape) != len(shape):
+            return None
+        if any(size > 1 and got != want for size, got, want in zip(piece.shape, piece.dest_strides, strides)):
+            return None
+        corner = np.unravel_index(piece.dest_offset, shape)
+        if any(start + size > limit for start, size, limit in zip(corner, piece.shape, shape)):
+            return None
+        lower.append(corner)
+        extent.append(piece.shape)
+    return BoxSet.of(lower, extent, len(shape))
+
+
+def _runs(rank, pieces):
+    """The contiguous address runs that pieces are made of: starts, lengths and the index of the piece."""
+    starts, lengths, owner = [], [], []
+    total = 0
+    for index, piece in enumerate(pieces):
+        dims = sorted((stride, size) for size, stride in zip(piece.shape, piece.dest_strides) if size > 1)
+        length = 1
+        while dims and dims[0][0] == length:
+            length *= dims.pop(0)[1]
+        total += piece.numel // length
+        if total > ELEMENTWISE_LIMIT:
+            raise UnreadablePieceError(f'rank {rank}: {piece} is scattered over its shard in too many runs to check '
+                                       f'(limit {ELEMENTWISE_LIMIT})')
+        first = element_offsets([size for _, size in dims], piece.dest_offset, [stride for stride, _ in dims])
+        starts.append(first)
+        lengths.append(np.full(first.size, length, dtype=np.int64))
+        owner.append(np.full(first.size, index, dtype=np.int64))
+    return np.concatenate(starts), np.concatenate(lengths), np.concatenate(owner)
+
+
+def check_coverage(logical_shape, pieces_by_rank) -> None:
+    """Every element of the tensor is held, and each piece names exactly the ranks that hold its elements."""
+    missing = first_uncovered(logical_shape, pieces_by_rank)
+    if missing is not None:
+        raise CoverageError(f'the pieces leave elements of a parameter of shape {tuple(logical_shape)} uncovered, '
+                            f'starting at flat offset {missing}, so it cannot be rebuilt from its shards')
+    try:
+        table = piece_table(pieces_by_rank, logical_shape)
+    except UnreadablePieceError:
+        _check_holders_elementwise(logical_shape, pieces_by_rank)
+    else:
+        check_cell_holders(table, *disjoint_cells(table.boxes))
+
+
+def check_cell_holders(table: PieceTable, cells: BoxSet, cell_index: np.ndarray, row_index: np.ndarray) -> None:
+    """Each piece names exactly the ranks that hold its elements, and no rank holds an element twice.
+
+    ``cells`` and the index arrays are the ``disjoint_cells`` of the table's boxes.
+    """
+    again = (cell_index[1:] == cell_index[:-1]) & (table.rank[row_index[1:]] == table.rank[row_index[:-1]])
+    if again.any():
+        at = int(np.argmax(again))
+        raise OverlapError(f'{table.describe(row_index[at])} and piece '
+                           f'{describe_box(table.boxes, row_index[at + 1])} hold the same elements of the parameter')
+    holders = table.holders_by_cell(cell_index, row_index, len(cells.lower))
+    for cell, row in zip(cell_index.tolist(), row_index.tolist()):
+        if table.locations[row] != holders[cell]:
+            raise _holder_error(table.describe(row), table.locations[row], describe_box(cells, cell), holders[cell])
+
+
+def _holder_error(who, locations, where, holders) -> HolderError:
+    return HolderError(f'{who} names the holders {sorted(locations)}, but {where} is held by {sorted(holders)}; all '
+                       'elements of a piece must have the same holders')
+
+
+def first_uncovered(logical_shape, pieces_by_rank) -> Optional[int]:
+    """Flat offset of an element that no rank holds, or None."""
+    try:
+        table = piece_table(pieces_by_rank, logical_shape)
+    except UnreadablePieceError:
+        return next(iter(uncovered_offsets(logical_shape, pieces_by_rank)), None)
+    if table.boxes.covers(grid_shape(logical_shape)):
+        return None
+    corner = [start for start, _ in min(table.boxes.uncovered(grid_shape(logical_shape)))]
+    return sum(start * stride for start, stride in zip(corner, row_major_strides(grid_shape(logical_shape))))
+
+
+def uncovered_offsets(logical_shape, pieces_by_rank) -> List[int]:
+    """Flat offsets of all elements that no rank holds, ascending."""
+    shape = grid_shape(logical_shape)
+    strides = row_major_strides(shape)
+    try:
+        boxes = piece_table(pieces_by_rank, logical_shape).boxes
+    except UnreadablePieceError:
+        held = np.zeros(_walkable_numel(logical_shape), dtype=bool)
+        for rank, pieces in pieces_by_rank.items():
+            for piece in pieces:
+                held[_source_offsets(rank, piece, logical_shape)] = True
+        return np.flatnonzero(~held).tolist()
+    if boxes.covers(shape):
+        return []
+    holes = [
+        element_offsets([stop - start for start, stop in hole],
+                        sum(start * stride for (start, _), stride in zip(hole, strides)), strides)
+        for hole in boxes.uncovered(shape)
+    ]
+    return np.sort(np.concatenate(holes)).tolist()
+
+
+def holders_by_offset(logical_shape, pieces_by_rank) -> Dict[int, Set[int]]:
+    """For each held element's flat offset, the ranks that hold it."""
+    holders: Dict[int, Set[int]] = {}
+    for rank, pieces in pieces_by_rank.items():
+        for piece in pieces:
+            for offset in _source_offsets(rank, piece, logical_shape).tolist():
+                holders.setdefault(offset, set()).add(rank)
+    return holders
+
+
+def _check_holders_elementwise(logical_shape, pieces_by_rank) -> None:
+    _walkable_numel(logical_shape)
+    holders: Dict[int, FrozenSet[int]] = holders_by_offset(logical_shape, pieces_by_rank)
+    for rank, pieces in pieces_by_rank.items():
+        for piece in pieces:
+            for offset in _source_offsets(rank, piece, logical_shape).tolist():
+                if piece.locations != holders[offset]:
+                    raise _holder_error(f'rank {rank}: {piece}', piece.locations, f'flat offset {offset}',
+                                        holders[offset])
+
+
+def _walkable_numel(logical_shape) -> int:
+    numel = math.prod(logical_shape)
+    if numel > ELEMENTWISE_LIMIT:
+        raise UnreadablePieceError(f'a parameter of shape {tuple(logical_shape)} is too large to check element by '
+                                   f'element (limit {ELEMENTWISE_LIMIT}), and its pieces are not boxes of it')
+    return numel
+
+
+def _source_offsets(rank, piece, logical_shape) -> np.ndarray:
+    offsets = element_offsets(piece.shape, piece.source_offset, piece.source_strides)
+    numel = math.prod(logical_shape)
+    if offsets.size and (offsets.min() < 0 or offsets.max() >= numel):
+        raise OutOfBoundsError(f'rank {rank}: {piece} covers flat offsets {offsets.min()} to {offsets.max()}, outside '
+                               f'the full tensor of {numel} elements')
+    return offsets
