@@ -24,7 +24,7 @@ import torch
 from .affine_boxes import BoxJoin, BoxSet, disjoint_cells, flat_range_boxes, row_major_strides
 from .affine_pieces import (AffineMapError, CoverageError, HolderError, OutOfBoundsError, OverlapError, PieceTable,
                             RankIdError, ShardSizeError, UnreadablePieceError, check_coverage, check_shards,
-                            element_offsets, holders_by_offset, piece_table, uncovered_offsets)
+                            element_offsets, holders_by_offset, piece_columns, piece_table, uncovered_offsets)
 
 __all__ = [
     'AFFINE_MAP_FORMAT_VERSION', 'SCALE_POWER_BY_STATE', 'AffineMapError', 'AffinePiece', 'CoverageError',
@@ -123,7 +123,7 @@ class ParamAffineMap:
         Raises ShardSizeError, OutOfBoundsError, OverlapError or RankIdError (all ValueError). Cost follows the number
         of pieces.
         """
-        check_shards(self.shard_shapes, self.pieces_by_rank)
+        check_shards(self.shard_shapes, self.pieces_by_rank, piece_columns(self.pieces_by_rank))
 
     def validate_coverage(self) -> None:
         """``validate``, and: every element is held, and each piece's ``locations`` are exactly its holders.
@@ -483,8 +483,8 @@ def _in_shard_shape(rank: int, inner: ParamAffineMap, shard_shape: Shape) -> Par
 
 def _compose(outer: ParamAffineMap, rank: int, inner: ParamAffineMap) -> PieceTable:
     """The inner map's pieces of one outer shard, as pieces of the full parameter."""
-    held = piece_table({rank: outer.pieces_by_rank.get(rank, ())}, outer.logical_shape)
-    stored = piece_table(inner.pieces_by_rank, inner.logical_shape)
+    held = piece_table(piece_columns({rank: outer.pieces_by_rank.get(rank, ())}), outer.logical_shape)
+    stored = piece_table(piece_columns(inner.pieces_by_rank), inner.logical_shape)
     in_shard = held.shard_boxes(outer.shard_shapes[rank])
     i, j = BoxJoin(in_shard, stored.boxes).pairs()
     common = in_shard.take(i).intersection(stored.boxes.take(j))

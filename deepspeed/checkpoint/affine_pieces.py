@@ -96,27 +96,75 @@ class PieceTable(NamedTuple):
         return [frozenset(ranks[begin:end]) for begin, end in zip(bounds, bounds[1:])]
 
 
-def piece_table(pieces_by_rank: Dict[int, Sequence], logical_shape: Sequence[int]) -> PieceTable:
+class PieceColumns(NamedTuple):
+    """The pieces of a map that have elements, in ascending order of rank, as they were written.
+
+    Pieces of fewer dimensions than others are filled up with leading dimensions of size 1 and stride 0.
+    """
+    rank: np.ndarray
+    shape: np.ndarray
+    source_offset: np.ndarray
+    source_strides: np.ndarray
+    dest_offset: np.ndarray
+    dest_strides: np.ndarray
+    pieces: List
+
+
+def piece_columns(pieces_by_rank: Dict[int, Sequence]) -> PieceColumns:
+    """Raises AffineMapError for a piece whose strides are not as many as its dimensions, or with a negative size."""
+    ranked = [(rank, piece) for rank, held in sorted(pieces_by_rank.items()) for piece in held]
+    for rank, piece in ranked:
+        if not len(piece.shape) == len(piece.source_strides) == len(piece.dest_strides):
+            raise AffineMapError(f'rank {rank}: {piece} has other numbers of strides than dimensions')
+        if piece.shape and min(piece.shape) < 0:
+            raise AffineMapError(f'rank {rank}: {piece} has a negative size')
+    ranked = [(rank, piece) for rank, piece in ranked if 0 not in piece.shape]
+    pieces = [piece for _, piece in ranked]
+    ndim = max((len(piece.shape) for piece in pieces), default=1)
+
+    def column(values):
+        return np.array(values, dtype=np.int64)
+
+    def rows(values, fill):
+        return column([(fill, ) * (ndim - len(row)) + row for row in values]).reshape(-1, max(ndim, 1))
+
+    return PieceColumns(rank=column([rank for rank, _ in ranked]),
+                        shape=rows([piece.shape or (1, ) for piece in pieces], 1),
+                        source_offset=column([piece.source_offset for piece in pieces]),
+                        source_strides=rows([piece.source_strides or (1, ) for piece in pieces], 0),
+                        dest_offset=column([piece.dest_offset for piece in pieces]),
+                        dest_strides=rows([piece.dest_strides or (1, ) for piece in pieces], 0),
+                        pieces=pieces)
+
+
+def piece_table(columns: PieceColumns, logical_shape: Sequence[int]) -> PieceTable:
     """Read the pieces of a map as boxes of a tensor of ``logical_shape``.
 
     A piece may list the tensor's dimensions in another order (a transposed shard). Raises UnreadablePieceError for
     one that is no box, OutOfBoundsError for one that leaves the tensor, naming rank and piece.
     """
-    ranked = [(rank, piece) for rank, held in sorted(pieces_by_rank.items()) for piece in held if piece.numel]
     shape = grid_shape(logical_shape)
-    aligned = [_aligned(rank, piece, shape, tuple(logical_shape)) for rank, piece in ranked]
-    extent = _columns([row[0] for row in aligned], len(shape))
-    lower = coordinates(np.array([piece.source_offset for _, piece in ranked], dtype=np.int64), shape)
+    if columns.shape.shape[1] == len(shape):
+        extent, strides = columns.shape, columns.dest_strides.copy()
+        odd = np.any((extent > 1) & (columns.source_strides != row_major_strides(shape)), axis=1)
+    else:
+        extent = strides = np.ones((len(columns.rank), len(shape)), dtype=np.int64)
+        odd = np.ones(len(columns.rank), dtype=bool)
+    if odd.any():
+        extent, strides = extent.copy(), strides.copy()
+        for row in np.flatnonzero(odd).tolist():
+            extent[row], strides[row] = _aligned(columns.rank[row], columns.pieces[row], shape, logical_shape)
+    lower = coordinates(columns.source_offset, shape)
     outside = np.flatnonzero(np.any((lower < 0) | (lower + extent > shape), axis=1))
     if outside.size:
-        rank, piece = ranked[outside[0]]
-        raise OutOfBoundsError(f'rank {rank}: {piece} reaches outside the full tensor of shape {tuple(logical_shape)}')
-    return PieceTable(rank=np.array([rank for rank, _ in ranked], dtype=np.int64),
+        raise OutOfBoundsError(f'rank {columns.rank[outside[0]]}: {columns.pieces[outside[0]]} reaches outside the '
+                               f'full tensor of shape {tuple(logical_shape)}')
+    return PieceTable(rank=columns.rank,
                       boxes=BoxSet(lower, lower + extent),
-                      address=np.array([piece.dest_offset for _, piece in ranked], dtype=np.int64),
-                      strides=_columns([row[1] for row in aligned], len(shape)),
-                      scale=np.array([piece.scale for _, piece in ranked]),
-                      locations=[piece.locations for _, piece in ranked])
+                      address=columns.dest_offset,
+                      strides=strides,
+                      scale=np.array([piece.scale for piece in columns.pieces]),
+                      locations=[piece.locations for piece in columns.pieces])
 
 
 def coordinates(offsets: np.ndarray, shape: Sequence[int]) -> np.ndarray:
@@ -128,17 +176,9 @@ def coordinates(offsets: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     return result
 
 
-def _columns(rows: List[Sequence[int]], ndim: int) -> np.ndarray:
-    return np.array(rows, dtype=np.int64).reshape(-1, ndim)
-
-
 def _aligned(rank, piece, shape, logical_shape) -> Tuple[Sequence[int], Sequence[int]]:
-    """Extents and shard strides of ``piece`` for each dimension of the full tensor."""
+    """Extents and shard strides for each dimension of the full tensor, of a piece that lists them otherwise."""
     logical_strides = row_major_strides(shape)
-    if len(piece.shape) == len(shape) and all(
-            size == 1 or stride == want
-            for size, stride, want in zip(piece.shape, piece.source_strides, logical_strides)):
-        return piece.shape, piece.dest_strides
     # Dimensions of more than one element have distinct strides, so a stride names its dimension.
     dim_by_stride = {stride: dim for dim, (stride, size) in enumerate(zip(logical_strides, shape)) if size > 1}
     extent, strides = [1] * len(shape), [0] * len(shape)
@@ -148,7 +188,7 @@ def _aligned(rank, piece, shape, logical_shape) -> Tuple[Sequence[int], Sequence
         dim = dim_by_stride.pop(source_stride, None)
         if dim is None:
             raise UnreadablePieceError(f'rank {rank}: {piece} is not a box of the full tensor of shape '
-                                       f'{logical_shape}: no dimension of it has stride {source_stride}')
+                                       f'{tuple(logical_shape)}: no dimension of it has stride {source_stride}')
         extent[dim], strides[dim] = size, dest_stride
     return extent, strides
 
@@ -167,32 +207,36 @@ def element_offsets(shape: Sequence[int], offset: int, strides: Sequence[int]) -
     return offsets.reshape(-1)
 
 
-def check_shards(shard_shapes, pieces_by_rank) -> None:
+def check_shards(shard_shapes, pieces_by_rank, columns: PieceColumns) -> None:
     """Each rank's pieces fill its shard: they add up to it, stay inside it and do not overlap there."""
     for rank in pieces_by_rank.keys() - shard_shapes.keys():
         raise RankIdError(f'rank {rank} has pieces but no shard shape; shards are known for {sorted(shard_shapes)}')
-    for rank, shape in sorted(shard_shapes.items()):
-        pieces = [piece for piece in pieces_by_rank.get(rank, ()) if piece.numel]
-        numel, held = math.prod(shape), sum(piece.numel for piece in pieces)
-        if held != numel:
-            raise ShardSizeError(f'rank {rank}: its shard of shape {shape} has {numel} elements, but its pieces '
-                                 f'account for {held}')
-        ranges = sorted(_address_range(rank, piece, numel) for piece in pieces)
-        # Dense pieces, the common case, are apart where their address ranges are.
-        dense = all(last - first + 1 == piece_numel for first, last, piece_numel in ranges)
-        if not dense or any(after[0] <= before[1] for before, after in zip(ranges, ranges[1:])):
-            _check_pieces_apart(rank, pieces, shape)
-
-
-def _address_range(rank, piece, shard_numel) -> Tuple[int, int, int]:
-    """First and last shard element that a piece touches, and how many elements it has."""
-    first = last = piece.dest_offset
-    for size, stride in zip(piece.shape, piece.dest_strides):
-        last += (size - 1) * stride
-    if first < 0 or last >= shard_numel or min(piece.dest_strides, default=0) < 0:
-        raise OutOfBoundsError(f'rank {rank}: {piece} writes shard elements {first} to {last}, outside the shard of '
-                               f'{shard_numel} elements')
-    return first, last, piece.numel
+    ranks = np.array(sorted(shard_shapes), dtype=np.int64)
+    shard_numel = np.array([math.prod(shard_shapes[rank]) for rank in ranks.tolist()], dtype=np.int64)
+    shard = np.searchsorted(ranks, columns.rank)
+    numel = np.prod(columns.shape, axis=1)
+    held = np.zeros_like(shard_numel)
+    np.add.at(held, shard, numel)
+    for index in np.flatnonzero(held != shard_numel)[:1].tolist():
+        rank = int(ranks[index])
+        raise ShardSizeError(
+            f'rank {rank}: its shard of shape {shard_shapes[rank]} has {shard_numel[index]} elements, '
+            f'but its pieces account for {held[index]}')
+    first = columns.dest_offset
+    last = first + ((columns.shape - 1) * columns.dest_strides).sum(axis=1)
+    outside = (first < 0) | (last >= shard_numel[shard]) | np.any(columns.dest_strides < 0, axis=1)
+    for row in np.flatnonzero(outside)[:1].tolist():
+        raise OutOfBoundsError(
+            f'rank {columns.rank[row]}: {columns.pieces[row]} writes shard elements {first[row]} to '
+            f'{last[row]}, outside the shard of {shard_numel[shard[row]]} elements')
+    # Dense pieces, the common case, are apart where their address ranges are; others are looked at one by one.
+    order = np.lexsort((first, shard))
+    meets_next = (shard[order[1:]] == shard[order[:-1]]) & (first[order[1:]] <= last[order[:-1]])
+    suspects = set(columns.rank[order[1:]][meets_next].tolist()) | set(
+        columns.rank[last - first + 1 != numel].tolist())
+    for rank in sorted(suspects):
+        held_here = [piece for piece in pieces_by_rank[rank] if piece.numel]
+        _check_pieces_apart(rank, held_here, shard_shapes[rank])
 
 
 def _check_pieces_apart(rank, pieces, shard_shape) -> None:
@@ -259,7 +303,7 @@ def check_coverage(logical_shape, pieces_by_rank) -> None:
         raise CoverageError(f'the pieces leave elements of a parameter of shape {tuple(logical_shape)} uncovered, '
                             f'starting at flat offset {missing}, so it cannot be rebuilt from its shards')
     try:
-        table = piece_table(pieces_by_rank, logical_shape)
+        table = piece_table(piece_columns(pieces_by_rank), logical_shape)
     except UnreadablePieceError:
         _check_holders_elementwise(logical_shape, pieces_by_rank)
     else:
@@ -290,7 +334,7 @@ def _holder_error(who, locations, where, holders) -> HolderError:
 def first_uncovered(logical_shape, pieces_by_rank) -> Optional[int]:
     """Flat offset of an element that no rank holds, or None."""
     try:
-        table = piece_table(pieces_by_rank, logical_shape)
+        table = piece_table(piece_columns(pieces_by_rank), logical_shape)
     except UnreadablePieceError:
         return next(iter(uncovered_offsets(logical_shape, pieces_by_rank)), None)
     if table.boxes.covers(grid_shape(logical_shape)):
@@ -304,7 +348,7 @@ def uncovered_offsets(logical_shape, pieces_by_rank) -> List[int]:
     shape = grid_shape(logical_shape)
     strides = row_major_strides(shape)
     try:
-        boxes = piece_table(pieces_by_rank, logical_shape).boxes
+        boxes = piece_table(piece_columns(pieces_by_rank), logical_shape).boxes
     except UnreadablePieceError:
         held = np.zeros(_walkable_numel(logical_shape), dtype=bool)
         for rank, pieces in pieces_by_rank.items():

@@ -54,7 +54,16 @@ def coalesce(table: SegmentTable, max_passes: int) -> SegmentTable:
     ends up with one dimension, whatever box it came from, and then joins its neighbours. The result is sorted and
     depends on the set of copies only.
     """
-    return _merged(collapse(_merged(table, max_passes)), max_passes).sorted()
+    order = np.lexsort((table.target_rank, table.source_rank))
+    table = table.take(order)
+    same = (table.source_rank[1:] == table.source_rank[:-1]) & (table.target_rank[1:] == table.target_rank[:-1])
+    # A pair of ranks with a single copy, which is most of them in a large reshard, has nothing to join.
+    several = np.zeros(table.count, dtype=bool)
+    several[1:] |= same
+    several[:-1] |= same
+    joined = _merged(collapse(_merged(table.take(several), max_passes)), max_passes)
+    single = collapse(table.take(~several))
+    return SegmentTable(*(np.concatenate(columns) for columns in zip(joined, single))).sorted()
 
 
 def _merged(table: SegmentTable, max_passes: int) -> SegmentTable:

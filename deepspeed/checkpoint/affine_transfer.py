@@ -18,7 +18,7 @@ import numpy as np
 
 from .affine import AffineMapError, ParamAffineMap, UnreadablePieceError
 from .affine_boxes import BoxJoin, BoxSet, disjoint_cells
-from .affine_pieces import PieceTable, check_cell_holders, check_shards, piece_table
+from .affine_pieces import PieceTable, check_cell_holders, check_shards, piece_columns, piece_table
 from .affine_segments import SegmentTable, coalesce, serialized_bytes
 
 __all__ = [
@@ -275,8 +275,9 @@ class _Side(NamedTuple):
 def _checked_side(side: str, map_: ParamAffineMap, limits: PlanBudget) -> _Side:
     try:
         _check_pieces(side, map_, limits)
-        check_shards(map_.shard_shapes, map_.pieces_by_rank)
-        table = piece_table(map_.pieces_by_rank, map_.logical_shape)
+        columns = piece_columns(map_.pieces_by_rank)
+        check_shards(map_.shard_shapes, map_.pieces_by_rank, columns)
+        table = piece_table(columns, map_.logical_shape)
         checked = _Side(table, *disjoint_cells(table.boxes))
         check_cell_holders(*checked)
     except UnreadablePieceError as error:
@@ -299,10 +300,6 @@ def _check_pieces(side: str, map_: ParamAffineMap, limits: PlanBudget) -> None:
         for piece in pieces:
             if len(piece.shape) != ndim:
                 fault = f'it has {len(piece.shape)} dimensions, the parameter {ndim}'
-            elif len(piece.source_strides) != ndim or len(piece.dest_strides) != ndim:
-                fault = 'its strides have another number of dimensions than its shape'
-            elif min(piece.shape, default=0) < 0:
-                fault = 'it has a negative size'
             elif not piece.locations:
                 fault = 'it names no location'
             elif piece.scale != 1.0:

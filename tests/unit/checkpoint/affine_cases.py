@@ -10,7 +10,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from deepspeed.checkpoint.affine import (AffinePiece, ParamAffineMap, block_gather_map, contiguous_split_map,
-                                         flat_range_map, nest_affine_maps, replicated_map, segmented_map, sub_param_map)
+                                         flat_range_map, nest_affine_maps, replicated_map, segmented_map,
+                                         sub_param_map)
 
 MAX_NUMEL = 400
 HOLE = -1
@@ -61,7 +62,10 @@ def assert_sound(map_):
 def run_plan(plan, source_map, target_map):
     """Execute a plan on labelled shards; returns target rank -> flat labels, having checked single writes."""
     sources = {rank: shard_labels(source_map, rank) for rank in source_map.shard_shapes}
-    targets = {rank: np.full(math.prod(shape), HOLE, dtype=np.int64) for rank, shape in target_map.shard_shapes.items()}
+    targets = {
+        rank: np.full(math.prod(shape), HOLE, dtype=np.int64)
+        for rank, shape in target_map.shard_shapes.items()
+    }
     for segment in plan.segments:
         source, target = sources[segment.source_rank], targets[segment.target_rank]
         _assert_inside(source, segment.shape, segment.source_offset, segment.source_strides)

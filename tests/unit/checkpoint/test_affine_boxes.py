@@ -43,8 +43,9 @@ def test_a_join_yields_each_overlapping_pair_once(data):
     left, right = data.draw(box_sets(shape)), data.draw(box_sets(shape))
     join = BoxJoin(left, right)
     found = list(zip(*(index.tolist() for index in join.pairs())))
-    expected = [(i, j) for (i, a), (j, b) in itertools.product(enumerate(masks(shape, left)),
-                                                               enumerate(masks(shape, right))) if (a & b).any()]
+    expected = [(i, j)
+                for (i, a), (j, b) in itertools.product(enumerate(masks(shape, left)), enumerate(masks(shape, right)))
+                if (a & b).any()]
     assert sorted(found) == expected
     assert join.candidates >= len(found)
 
@@ -55,8 +56,8 @@ def test_blocks_of_a_join_are_bounded_and_complete(monkeypatch):
     columns = BoxSet.of([[0, column] for column in range(4)], [[6, 1]] * 4, 2)
     blocks = list(BoxJoin(rows, columns).blocks())
     assert max(len(i) for i, _ in blocks) <= 5
-    assert sorted(pair for i, j in blocks for pair in zip(i.tolist(), j.tolist())) == list(
-        itertools.product(range(6), range(4)))
+    assert sorted(pair for i, j in blocks
+                  for pair in zip(i.tolist(), j.tolist())) == list(itertools.product(range(6), range(4)))
 
 
 def test_boxes_cut_from_a_flattened_tensor_cost_no_more_pairs_than_meet():

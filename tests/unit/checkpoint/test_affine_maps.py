@@ -274,8 +274,10 @@ def test_uncovered_offsets_and_holders_are_the_elementwise_ones(data):
     rest = ParamAffineMap(map_.logical_shape, {
         rank: shape
         for rank, shape in map_.shard_shapes.items() if rank not in dropped
-    }, {rank: pieces
-        for rank, pieces in map_.pieces_by_rank.items() if rank not in dropped})
+    }, {
+        rank: pieces
+        for rank, pieces in map_.pieces_by_rank.items() if rank not in dropped
+    })
     holders = {}
     for rank in rest.shard_shapes:
         for label in shard_labels(rest, rank).tolist():
