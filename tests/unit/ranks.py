@@ -8,6 +8,7 @@ The processes are forked from a server that has torch and deepspeed imported, so
 0.3 s where spawning them takes 4-5 s.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import queue
@@ -47,7 +48,7 @@ def run_ranks(function, world_size, *args, timeout=DEFAULT_TIMEOUT_S, init_world
         for process in processes:
             process.start()
         try:
-            return _collect(processes, outcomes, timeout)
+            return _collect(processes, outcomes, timeout, folder)
         finally:
             for process in processes:
                 if process.is_alive():
@@ -61,15 +62,31 @@ def rank_folder():
 
 
 def _rank_main(function, rank, world_size, args, folder, timeout, init_world, outcomes):
+    import deepspeed
     import torch
-    import torch.distributed as torch_dist
     torch.set_num_threads(1)
+    # DeepSpeed would compile an op for messages in shared memory first, for minutes, where it finds a compiler.
+    deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False
     os.environ.update(TEST_RANK_FOLDER=folder,
                       RANK=str(rank),
                       LOCAL_RANK=str(rank),
                       WORLD_SIZE=str(world_size),
                       LOCAL_SIZE=str(world_size),
                       MASTER_ADDR='127.0.0.1')
+    with open(_stack_file(folder, rank), 'w') as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks)
+        _report(function, rank, world_size, args, folder, timeout, init_world, outcomes)
+    sys.stdout.flush()
+    # Leave at once: tearing down a world whose peers already failed can wait for them.
+    os._exit(0)
+
+
+def _stack_file(folder, rank):
+    return os.path.join(folder, f'stacks-{rank}')
+
+
+def _report(function, rank, world_size, args, folder, timeout, init_world, outcomes):
+    import torch.distributed as torch_dist
     try:
         if init_world:
             store = torch_dist.FileStore(os.path.join(folder, 'world'), world_size)
@@ -83,12 +100,9 @@ def _rank_main(function, rank, world_size, args, folder, timeout, init_world, ou
         outcomes.put((rank, traceback.format_exc(), None))
     outcomes.close()
     outcomes.join_thread()
-    sys.stdout.flush()
-    # Leave at once: tearing down a world whose peers already failed can wait for them.
-    os._exit(0)
 
 
-def _collect(processes, outcomes, timeout):
+def _collect(processes, outcomes, timeout, folder):
     deadline = time.monotonic() + timeout
     results, failures = {}, {}
     while len(results) + len(failures) < len(processes):
@@ -101,7 +115,7 @@ def _collect(processes, outcomes, timeout):
                 if process.exitcode not in (None, 0):
                     failures[rank] = f'exited with code {process.exitcode}{_signal_name(process.exitcode)}'
                 elif time.monotonic() > deadline:
-                    failures[rank] = f'not done after {timeout} s'
+                    failures[rank] = f'not done, killed in\n{_stacks(process, folder, rank)}'
             continue
         if error is None:
             results[rank] = result
@@ -112,6 +126,14 @@ def _collect(processes, outcomes, timeout):
     if failures:
         raise RankFailure('\n'.join(f'rank {rank}: {text}' for rank, text in sorted(failures.items())))
     return [results[rank] for rank in range(len(processes))]
+
+
+def _stacks(process, folder, rank):
+    """Where the threads of a rank are."""
+    os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(0.5)
+    with open(_stack_file(folder, rank)) as stacks:
+        return stacks.read()
 
 
 def _signal_name(exitcode):

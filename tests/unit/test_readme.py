@@ -1,0 +1,59 @@
+# Copyright (c) DeepSpeed Team.
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""The README's snippet runs as it stands, and moves what it says."""
+
+import re
+from pathlib import Path
+
+import torch
+
+from deepspeed.utils import safe_get_full_fp32_param
+from unit.ranks import run_ranks
+
+README = Path(__file__).resolve().parents[2] / 'README.md'
+
+
+class Regression(torch.nn.Module):
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+
+    def forward(self, batch):
+        return self.layers(batch.to(self.layers[0].weight.dtype)).square().mean()
+
+
+def run_snippet(rank, snippet):
+    torch.manual_seed(0)
+    model = Regression()
+    names = {
+        'model': model,
+        'optimizer': torch.optim.Adam(model.parameters()),
+        'batches': torch.randn(3, 4, 7),
+        'config': {
+            'train_micro_batch_size_per_gpu': 4,
+            'bf16': {
+                'enabled': True
+            },
+            'zero_force_ds_cpu_optimizer': False,
+            'zero_optimization': {
+                'stage': 3,
+                'offload_optimizer': {
+                    'device': 'cpu'
+                }
+            }
+        }
+    }
+    exec(snippet, names)
+    for name, parameter in names['engine'].module.named_parameters():
+        master = safe_get_full_fp32_param(parameter)
+        rows = (master.chunk(2) + (master[:0], ))[rank]
+        assert torch.equal(names['shards'][name][rank], rows.to(torch.bfloat16)), name
+    return len(names['shards'])
+
+
+def test_the_readmes_snippet_brings_every_master_to_its_row_shards():
+    snippet, = re.findall(r'```python\n(.*?)```', README.read_text('utf-8'), re.DOTALL)
+    assert run_ranks(run_snippet, 2, snippet) == [4, 4]
