@@ -103,6 +103,23 @@ def test_blocks_adjacent_in_both_shards_join_although_the_parameter_has_somethin
     assert [segment.shape for segment in plan_transfer(map_, map_).segments] == [(4, ), (2, )]
 
 
+def test_interleaved_columns_join_along_their_rows():
+    # Columns 0, 1 and 3, 4 come from rank 0, cut after row 2. In the order of their addresses the four copies
+    # alternate between the two column blocks, whose source and target addresses keep the same proportion.
+    strides = (6, 1)
+    pieces = {
+        0: [
+            AffinePiece((2, 2), row * 6 + column, strides, row * 4 + held, (4, 1), [0])
+            for row in (0, 2) for column, held in ((0, 0), (3, 2))
+        ],
+        1: [AffinePiece((4, 1), column, strides, held, (2, 1), [1]) for column, held in ((2, 0), (5, 1))]
+    }
+    source = ParamAffineMap((4, 6), {0: (4, 4), 1: (4, 2)}, pieces)
+    plan = plan_transfer(replicated_map((4, 6), 1), source)
+    assert sorted((segment.source_rank, segment.shape) for segment in plan.segments) == [(0, (4, 2)), (0, (4, 2)),
+                                                                                         (1, (4, )), (1, (4, ))]
+
+
 def test_zero_partitions_nested_in_tensor_parallel_shards_reach_other_tensor_parallel_shards():
     columns = contiguous_split_map((4, 6), [3, 3], 1)
     source = nest_affine_maps(
