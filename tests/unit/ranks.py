@@ -22,8 +22,11 @@ from datetime import timedelta
 DEFAULT_TIMEOUT_S = 90
 
 _context = multiprocessing.get_context('forkserver')
-_context.set_forkserver_preload(
-    ['torch', 'torch.distributed.tensor.parallel', 'torch.distributed.fsdp', 'hypothesis', 'pytest', 'deepspeed'])
+# DeepSpeed's first optimizer imports the last two, and with them torch's compiler, for seconds per rank.
+_context.set_forkserver_preload([
+    'torch', 'torch.distributed.tensor.parallel', 'torch.distributed.fsdp', 'hypothesis', 'pytest', 'deepspeed',
+    'torch._dynamo', 'deepspeed.runtime.zero.muon.muon_optimizer'
+])
 
 
 class RankFailure(AssertionError):
