@@ -109,8 +109,8 @@ def test_interleaved_columns_join_along_their_rows():
     strides = (6, 1)
     pieces = {
         0: [
-            AffinePiece((2, 2), row * 6 + column, strides, row * 4 + held, (4, 1), [0])
-            for row in (0, 2) for column, held in ((0, 0), (3, 2))
+            AffinePiece((2, 2), row * 6 + column, strides, row * 4 + held, (4, 1), [0]) for row in (0, 2)
+            for column, held in ((0, 0), (3, 2))
         ],
         1: [AffinePiece((4, 1), column, strides, held, (2, 1), [1]) for column, held in ((2, 0), (5, 1))]
     }
