@@ -12,19 +12,20 @@ compared as boxes of the full parameter, by sorting (see affine_boxes.py), so pl
 
 import math
 from dataclasses import dataclass, field
-from typing import AbstractSet, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import AbstractSet, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
 from .affine import AffineMapError, ParamAffineMap, UnreadablePieceError
 from .affine_boxes import BoxJoin, BoxSet, disjoint_cells
 from .affine_pieces import PieceTable, check_cell_holders, check_shards, piece_columns, piece_table
+from .affine_replicas import HolderRuns, ReplicaCandidate, ReplicaSelectionRequest, SpreadReplicas
 from .affine_segments import SegmentTable, coalesce, serialized_bytes
 
 __all__ = [
     'AffineTransferError', 'InvalidMapError', 'InvalidReplicaPolicyError', 'PlanBudget', 'PlanStatistics',
-    'ReplicaCandidate', 'ReplicaSelectionRequest', 'TransferPlan', 'TransferSegment', 'UnsupportedLayoutError',
-    'plan_model', 'plan_transfer'
+    'ReplicaCandidate', 'ReplicaSelectionRequest', 'SpreadReplicas', 'TransferPlan', 'TransferSegment',
+    'UnsupportedLayoutError', 'plan_model', 'plan_transfer'
 ]
 
 
@@ -73,26 +74,8 @@ class PlanStatistics:
     plan_bytes: int
 
 
-@dataclass(frozen=True)
-class ReplicaCandidate:
-    """A source rank that holds the elements asked for, and where in its shard."""
-    source_rank: int
-    source_offset: int
-    source_strides: Tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class ReplicaSelectionRequest:
-    """Which of several holders should send this box of the parameter to this target rank."""
-    target_rank: int
-    logical_origin: Tuple[int, ...]
-    shape: Tuple[int, ...]
-    target_offset: int
-    target_strides: Tuple[int, ...]
-    candidates: Tuple[ReplicaCandidate, ...]
-
-
-ReplicaSelector = Callable[[ReplicaSelectionRequest], int]
+# A pure function from a request to the source rank that sends, or the policy that spreads.
+ReplicaSelector = Union[Callable[[ReplicaSelectionRequest], int], SpreadReplicas]
 
 
 @dataclass(frozen=True)
@@ -161,8 +144,9 @@ def plan_transfer(target_map: ParamAffineMap,
                   replica_selector: Optional[ReplicaSelector] = None) -> TransferPlan:
     """Plan one parameter's move from the shards of ``source_map`` into the shards of ``target_map``.
 
-    Every element of every target shard is written exactly once, from a location that holds it: the lowest one, or the
-    one that ``replica_selector`` names, a pure function called where several locations hold the same elements.
+    Every element of every target shard is written exactly once, from a location that holds it. Where several do, it is
+    the lowest one, or the one that ``replica_selector`` chooses: SpreadReplicas, or a pure function from a
+    ReplicaSelectionRequest to the rank of a candidate.
     Shards may have any number of dimensions and any strides; the two maps number their locations independently. For
     (2, 2) from rows to columns, ``plan_transfer(contiguous_split_map((2, 2), [1, 1], 1),
     contiguous_split_map((2, 2), [1, 1], 0))`` has four segments of one element; element (1, 0) goes from source rank
@@ -172,7 +156,7 @@ def plan_transfer(target_map: ParamAffineMap,
     elements, wrong holders), UnsupportedLayoutError for a scaled piece or one that is not a box of the parameter,
     InvalidReplicaPolicyError for a selector's wrong answer, AffineTransferError for a limit.
     """
-    return _plan(target_map, source_map, limits or PlanBudget(), replica_selector, None, None)
+    return _Geometry(target_map, source_map, limits or PlanBudget(), replica_selector).plan()
 
 
 def plan_model(target_maps: Mapping[str, ParamAffineMap],
@@ -202,53 +186,99 @@ def plan_model(target_maps: Mapping[str, ParamAffineMap],
         source_ranks = target_ranks = frozenset(ranks)
     elif source_ranks is not None or target_ranks is not None:
         source_ranks, target_ranks = frozenset(source_ranks or ()), frozenset(target_ranks or ())
+    names_by_geometry: Dict[Tuple[ParamAffineMap, ParamAffineMap], List[str]] = {}
+    for name in sorted(target_maps):
+        names_by_geometry.setdefault((target_maps[name], source_maps[name]), []).append(name)
     plans: Dict[str, TransferPlan] = {}
-    plan_by_geometry: Dict[Tuple[ParamAffineMap, ParamAffineMap], TransferPlan] = {}
-    for name, target_map in target_maps.items():
-        geometry = (target_map, source_maps[name])
-        if geometry not in plan_by_geometry:
-            try:
-                plan_by_geometry[geometry] = _plan(*geometry, limits or PlanBudget(), replica_selector, source_ranks,
-                                                   target_ranks)
-            except AffineTransferError as error:
-                raise type(error)(f'parameter {name!r}: {error}') from error
-        plans[name] = plan_by_geometry[geometry]
-    return plans
+    turn = 0
+    for maps, names in names_by_geometry.items():
+        try:
+            geometry = _Geometry(*maps, limits or PlanBudget(), replica_selector, source_ranks, target_ranks)
+            for name in names:
+                plans[name] = geometry.plan(turn)
+                turn += geometry.turns
+        except AffineTransferError as error:
+            raise type(error)(f'parameter {names[0]!r}: {error}') from error
+    return {name: plans[name] for name in target_maps}
 
 
-def _plan(target_map: ParamAffineMap, source_map: ParamAffineMap, limits: PlanBudget,
-          replica_selector: Optional[ReplicaSelector], source_ranks: Optional[AbstractSet[int]],
-          target_ranks: Optional[AbstractSet[int]]) -> TransferPlan:
-    if source_map.logical_shape != target_map.logical_shape:
-        raise InvalidMapError(f'source describes a parameter of shape {source_map.logical_shape} and target one of '
-                              f'shape {target_map.logical_shape}')
-    source = _checked_side('source', source_map, limits)
-    target = _checked_side('target', target_map, limits)
-    pairs, pair_checks = _pairs(source, target, limits, source_ranks, target_ranks)
-    ndim = len(target_map.logical_shape)
-    holder = _chosen_holders(source, target, pairs, replica_selector, ndim)
-    if source_ranks is not None:
-        kept = np.isin(source.table.rank[holder], list(source_ranks))
-        kept |= np.isin(target.table.rank[pairs.target_row], list(target_ranks))
-        pairs, holder = pairs.take(kept), holder[kept]
-    copies = _copies(source.table, target.table, pairs, holder)
-    merge_checks = copies.count * copies.shape.shape[1] * limits.max_merge_passes
-    _check_limit('merge checks', merge_checks, 'max_merge_checks', limits)
-    segments = coalesce(copies, limits.max_merge_passes)
-    _check_limit('segments', segments.count, 'max_segments', limits)
-    plan_bytes = serialized_bytes(segments, target_map.logical_shape)
-    _check_limit('bytes of plan', plan_bytes, 'max_plan_bytes', limits)
-    return TransferPlan(segments=tuple(TransferSegment(*row) for row in segments.rows()),
-                        logical_shape=target_map.logical_shape,
-                        moved_elements=int(np.prod(segments.shape, axis=1).sum()),
-                        statistics=PlanStatistics(source_pieces=len(source.cells.lower),
-                                                  target_pieces=len(target.table.rank),
-                                                  pair_checks=pair_checks,
-                                                  segments_before_merge=copies.count,
-                                                  segments=segments.count,
-                                                  plan_bytes=plan_bytes),
-                        source_shard_shapes=_shapes_of(source_map, source_ranks),
-                        target_shard_shapes=_shapes_of(target_map, target_ranks))
+class _Geometry:
+    """A pair of maps: checked, and their pieces brought together, once for all parameters laid out like this."""
+
+    def __init__(self,
+                 target_map: ParamAffineMap,
+                 source_map: ParamAffineMap,
+                 limits: PlanBudget,
+                 replica_selector: Optional[ReplicaSelector],
+                 source_ranks: Optional[AbstractSet[int]] = None,
+                 target_ranks: Optional[AbstractSet[int]] = None):
+        if source_map.logical_shape != target_map.logical_shape:
+            raise InvalidMapError(
+                f'source describes a parameter of shape {source_map.logical_shape} and target one of '
+                f'shape {target_map.logical_shape}')
+        self._limits = limits
+        self._logical_shape = target_map.logical_shape
+        self._source_ranks, self._target_ranks = source_ranks, target_ranks
+        self._source_shapes = _shapes_of(source_map, source_ranks)
+        self._target_shapes = _shapes_of(target_map, target_ranks)
+        self._source = _checked_side('source', source_map, limits)
+        self._target = _checked_side('target', target_map, limits)
+        self._pairs, self._pair_checks = _pairs(self._source, self._target, limits, source_ranks, target_ranks)
+        self._choose_holders(replica_selector)
+        self._plan_by_turn: Dict[int, TransferPlan] = {}
+
+    def _choose_holders(self, replica_selector: Optional[ReplicaSelector]) -> None:
+        """Find who may send each box, and how many ``turns`` a plan takes among them."""
+        holders = _holders(self._source, self._pairs)
+        turn = np.zeros(len(self._pairs.cell), dtype=np.int64)
+        self.turns = 0
+        if isinstance(replica_selector, SpreadReplicas):
+            table = self._target.table
+            holders = holders.nearest(replica_selector, self._source.table.rank, table.rank[self._pairs.target_row])
+            # Numbering target pieces box by box lets those that want the same elements turn to different holders.
+            order = np.lexsort((table.rank, table.boxes.unique()[1]))
+            number = np.empty_like(order)
+            number[order] = np.arange(order.size)
+            turn = number[self._pairs.target_row]
+            self.turns = order.size
+        elif replica_selector is not None:
+            turn = _selected(self._source.table, self._target.table, self._pairs, holders, replica_selector,
+                             len(self._logical_shape))
+        self._holders, self._turn = holders, turn
+        # After so many turns every holder is where it was, so that parameters that far apart share a plan.
+        self._period = math.lcm(*np.unique(holders.count).tolist()) if self.turns else 1
+
+    def plan(self, first_turn: int = 0) -> TransferPlan:
+        """The plan of the parameter that takes ``turns`` turns from ``first_turn`` on."""
+        first_turn %= self._period
+        if first_turn not in self._plan_by_turn:
+            self._plan_by_turn[first_turn] = self._planned(self._holders.in_turn(self._turn + first_turn))
+        return self._plan_by_turn[first_turn]
+
+    def _planned(self, holder: np.ndarray) -> TransferPlan:
+        pairs, limits = self._pairs, self._limits
+        if self._source_ranks is not None:
+            kept = np.isin(self._source.table.rank[holder], list(self._source_ranks))
+            kept |= np.isin(self._target.table.rank[pairs.target_row], list(self._target_ranks))
+            pairs, holder = pairs.take(kept), holder[kept]
+        copies = _copies(self._source.table, self._target.table, pairs, holder)
+        merge_checks = copies.count * copies.shape.shape[1] * limits.max_merge_passes
+        _check_limit('merge checks', merge_checks, 'max_merge_checks', limits)
+        segments = coalesce(copies, limits.max_merge_passes)
+        _check_limit('segments', segments.count, 'max_segments', limits)
+        plan_bytes = serialized_bytes(segments, self._logical_shape)
+        _check_limit('bytes of plan', plan_bytes, 'max_plan_bytes', limits)
+        return TransferPlan(segments=tuple(TransferSegment(*row) for row in segments.rows()),
+                            logical_shape=self._logical_shape,
+                            moved_elements=int(np.prod(segments.shape, axis=1).sum()),
+                            statistics=PlanStatistics(source_pieces=len(self._source.cells.lower),
+                                                      target_pieces=len(self._target.table.rank),
+                                                      pair_checks=self._pair_checks,
+                                                      segments_before_merge=copies.count,
+                                                      segments=segments.count,
+                                                      plan_bytes=plan_bytes),
+                            source_shard_shapes=self._source_shapes,
+                            target_shard_shapes=self._target_shapes)
 
 
 def _shapes_of(map_: ParamAffineMap, ranks: Optional[AbstractSet[int]]) -> Dict[int, Tuple[int, ...]]:
@@ -342,24 +372,25 @@ def _pairs(source: _Side, target: _Side, limits: PlanBudget, source_ranks: Optio
     return _Pairs(target_row, cell, common), pair_checks
 
 
-def _chosen_holders(source: _Side, target: _Side, pairs: _Pairs, replica_selector: Optional[ReplicaSelector],
-                    ndim: int) -> np.ndarray:
-    """For each pair the row of the source table to copy from."""
-    first = np.searchsorted(source.cell_index, np.arange(len(source.cells.lower) + 1))
-    # Rows are ordered by rank, so the first row of a cell is that of its lowest holder.
-    chosen = source.row_index[first[pairs.cell]]
-    if replica_selector is None:
-        return chosen
-    for index in np.flatnonzero(np.diff(first)[pairs.cell] > 1).tolist():
-        begin, end = first[pairs.cell[index]], first[pairs.cell[index] + 1]
-        rows = source.row_index[begin:end]
-        request = _request(source.table, target.table, pairs, index, rows, ndim)
+def _holders(source: _Side, pairs: _Pairs) -> HolderRuns:
+    """For each pair all rows of the source table that hold it, the lowest rank first."""
+    bounds = np.searchsorted(source.cell_index, np.arange(len(source.cells.lower) + 1))
+    return HolderRuns(source.row_index, bounds[pairs.cell], np.diff(bounds)[pairs.cell])
+
+
+def _selected(source: PieceTable, target: PieceTable, pairs: _Pairs, holders: HolderRuns,
+              replica_selector: Callable[[ReplicaSelectionRequest], int], ndim: int) -> np.ndarray:
+    """For each pair, which of its holders the selector chooses: 0 for the first."""
+    chosen = np.zeros(len(pairs.cell), dtype=np.int64)
+    for index in np.flatnonzero(holders.count > 1).tolist():
+        rows = holders.rows[holders.first[index]:holders.first[index] + holders.count[index]]
+        request = _request(source, target, pairs, index, rows, ndim)
         rank = replica_selector(request)
-        row_by_rank = dict(zip(source.table.rank[rows].tolist(), rows.tolist()))
-        if type(rank) is not int or rank not in row_by_rank:
+        ranks = source.rank[rows].tolist()
+        if type(rank) is not int or rank not in ranks:
             raise InvalidReplicaPolicyError(f'for target rank {request.target_rank} the replica selector returned '
-                                            f'{rank!r}, expected one of {sorted(row_by_rank)}')
-        chosen[index] = row_by_rank[rank]
+                                            f'{rank!r}, expected one of {ranks}')
+        chosen[index] = ranks.index(rank)
     return chosen
 
 
