@@ -16,7 +16,7 @@ says that the shard of rank 1 is element 4, 5, 10, 11, 16, ... of the flattened 
 
 import math
 from dataclasses import dataclass
-from typing import Any, Dict, FrozenSet, Iterator, List, Mapping, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, FrozenSet, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -96,14 +96,19 @@ class ParamAffineMap:
     """How one parameter is spread over locations ("ranks"): the pieces that each one's shard is made of.
 
     ``logical_shape`` is the full parameter's shape, ``shard_shapes`` gives the shape of each rank's shard and
-    ``pieces_by_rank`` the list of its AffinePieces. Maps compare by value.
+    ``pieces_by_rank`` the list of its AffinePieces. ``rule`` names the layout's rule where more than one is in use
+    under one name, so that two ends that mean different ones are not planned together. Maps compare by value.
     """
 
-    def __init__(self, logical_shape: Sequence[int], shard_shapes: Mapping[int, Sequence[int]],
-                 pieces_by_rank: Mapping[int, Sequence[AffinePiece]]):
+    def __init__(self,
+                 logical_shape: Sequence[int],
+                 shard_shapes: Mapping[int, Sequence[int]],
+                 pieces_by_rank: Mapping[int, Sequence[AffinePiece]],
+                 rule: Optional[str] = None):
         self.logical_shape = tuple(map(int, logical_shape))
         self.shard_shapes = {int(rank): tuple(map(int, shape)) for rank, shape in shard_shapes.items()}
         self.pieces_by_rank = {int(rank): list(pieces) for rank, pieces in pieces_by_rank.items()}
+        self.rule = rule
 
     @property
     def numel(self) -> int:
@@ -210,7 +215,7 @@ class ParamAffineMap:
 
     def to_dict(self) -> Dict[str, Any]:
         """Plain scalars, lists and dicts, of AFFINE_MAP_FORMAT_VERSION. JSON turns the rank keys into strings."""
-        return {
+        entry: Dict[str, Any] = {
             'logical_shape': list(self.logical_shape),
             'ranks': {
                 rank: {
@@ -220,6 +225,7 @@ class ParamAffineMap:
                 for rank in sorted(self.shard_shapes)
             }
         }
+        return entry if self.rule is None else {**entry, 'rule': self.rule}
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> 'ParamAffineMap':
@@ -231,13 +237,14 @@ class ParamAffineMap:
         }, {
             rank: [_piece_from_dict(piece) for piece in value['pieces']]
             for rank, value in ranks.items()
-        })
+        },
+                   rule=entry.get('rule'))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ParamAffineMap):
             return NotImplemented
         return (self.logical_shape == other.logical_shape and self.shard_shapes == other.shard_shapes
-                and self.pieces_by_rank == other.pieces_by_rank)
+                and self.pieces_by_rank == other.pieces_by_rank and self.rule == other.rule)
 
     def __hash__(self) -> int:
         return hash((self.logical_shape, tuple(sorted(self.shard_shapes.items()))))
@@ -443,8 +450,10 @@ def nest_affine_maps(outer: ParamAffineMap, inner_by_rank: Mapping[int, ParamAff
             raise RankIdError(f'outer rank {rank}: location {location} already stores the shard of another outer rank')
         shard_shapes.update(inner.shard_shapes)
         parts.append(_compose(outer, rank, inner))
-    return ParamAffineMap(outer.logical_shape, shard_shapes,
-                          _pieces_of_cells(_joined(parts), outer.logical_shape, shard_shapes))
+    return ParamAffineMap(outer.logical_shape,
+                          shard_shapes,
+                          _pieces_of_cells(_joined(parts), outer.logical_shape, shard_shapes),
+                          rule=outer.rule)
 
 
 def _matching_ranks(outer: ParamAffineMap, inner_by_rank: Mapping[int, ParamAffineMap]) -> List[int]:

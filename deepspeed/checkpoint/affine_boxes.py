@@ -15,7 +15,9 @@ from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
-__all__ = ['BoxJoin', 'BoxSet', 'disjoint_cells', 'flat_range_boxes', 'grid_shape', 'row_major_strides']
+__all__ = [
+    'BoxJoin', 'BoxSet', 'chunk_bounds', 'disjoint_cells', 'flat_range_boxes', 'grid_shape', 'row_major_strides'
+]
 
 # Candidate pairs looked at together: bounds the memory of a join to some 100 MB whatever the number of boxes.
 _PAIRS_PER_BLOCK = 1 << 21
@@ -35,6 +37,15 @@ def row_major_strides(shape: Sequence[int]) -> Tuple[int, ...]:
 def grid_shape(shape: Sequence[int]) -> Tuple[int, ...]:
     """``shape`` itself, or (1,) for the 0-d shape, so that box arrays always have a column."""
     return tuple(shape) or (1, )
+
+
+def chunk_bounds(size: int, parts: int, padded_size: int = 0) -> List[Tuple[int, int]]:
+    """(start, stop) of each chunk, as ``torch.chunk`` cuts: ceil(size / parts) each, the last shorter or empty.
+
+    With ``padded_size``, chunks are as long as those of that many indices. 5 in 3 parts: (0, 2), (2, 4), (4, 5).
+    """
+    chunk = -(-max(size, padded_size) // parts)
+    return [(min(part * chunk, size), min((part + 1) * chunk, size)) for part in range(parts)]
 
 
 class BoxSet(NamedTuple):

@@ -11,40 +11,53 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
 from .affine import AffinePiece, ParamAffineMap
-from .affine_boxes import row_major_strides
+from .affine_boxes import chunk_bounds, row_major_strides
 from .affine_pieces import AffineMapError
 
-__all__ = ['dtensor_map']
+__all__ = ['NESTED_CHUNK', 'UNFLATTEN_THEN_PAD', 'dtensor_map']
+
+# The two rules in use for strided sharding where sizes do not divide. Both cut a dimension into `split_factor` chunks
+# and each of them over the mesh dimension; the second one cuts every chunk where it cuts the first, longest one.
+NESTED_CHUNK = 'nested chunk'
+UNFLATTEN_THEN_PAD = 'unflatten then pad'
 
 # Indices of one tensor dimension that a rank holds, in the order it holds them, as (start, size) runs.
 Runs = Tuple[Tuple[int, int], ...]
 
 
-def dtensor_map(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> ParamAffineMap:
+def dtensor_map(shape: Sequence[int],
+                mesh: DeviceMesh,
+                placements: Sequence[Placement],
+                strided_rule: str = NESTED_CHUNK) -> ParamAffineMap:
     """Where a DTensor of global ``shape`` with these ``placements`` keeps its elements.
 
     Locations are the mesh's global ranks; a location's shard is its local tensor, whose shape may have a size of 0.
     Shards follow torch 2.13: ``Shard`` cuts like ``torch.chunk``; several mesh dimensions may shard one tensor
     dimension, cutting it in their order; ``_StridedShard`` cuts into ``split_factor`` chunks and each of these over
     the mesh dimension. Over ranks 0 and 1, ``[Shard(0)]`` puts 0..4 as [0, 1, 2], [3, 4] and
-    ``[_StridedShard(0, split_factor=2)]`` as [0, 1, 3], [2, 4].
+    ``[_StridedShard(0, split_factor=2)]`` as [0, 1, 3], [2, 4]. A tensor laid out by the other rule in use,
+    ``strided_rule=UNFLATTEN_THEN_PAD``, has [0, 1, 3, 4], [2] there; a strided map carries its rule.
 
     Reads the mesh only: any process may call it, also one outside the mesh. Raises AffineMapError for ``Partial``
     (its elements are spread over the ranks as summands), a wrong number of placements, or a dimension out of range.
     """
     shape = tuple(int(size) for size in shape)
     _check_placements(shape, mesh, placements)
+    if strided_rule not in (NESTED_CHUNK, UNFLATTEN_THEN_PAD):
+        raise AffineMapError(
+            f'strided_rule: got {strided_rule!r}, expected {NESTED_CHUNK!r} or {UNFLATTEN_THEN_PAD!r}')
     runs_by_rank = {}
     for coordinate in itertools.product(*(range(size) for size in mesh.mesh.shape)):
-        runs_by_rank[int(mesh.mesh[coordinate])] = _held_runs(shape, mesh, placements, coordinate)
+        runs_by_rank[int(mesh.mesh[coordinate])] = _held_runs(shape, mesh, placements, coordinate, strided_rule)
     ranks_by_runs: Dict[Tuple[Runs, ...], List[int]] = {}
     for rank, runs in sorted(runs_by_rank.items()):
         ranks_by_runs.setdefault(runs, []).append(rank)
     shard_shapes, pieces_by_rank = {}, {}
     for rank, runs in runs_by_rank.items():
-        shard_shapes[rank] = tuple(sum(size for _, size in dim_runs) for dim_runs in runs)
+        shard_shapes[rank] = tuple(_size(dim_runs) for dim_runs in runs)
         pieces_by_rank[rank] = _pieces(shape, shard_shapes[rank], runs, ranks_by_runs[runs])
-    return ParamAffineMap(shape, shard_shapes, pieces_by_rank)
+    strided = any(isinstance(placement, _StridedShard) and placement.split_factor > 1 for placement in placements)
+    return ParamAffineMap(shape, shard_shapes, pieces_by_rank, rule=strided_rule if strided else None)
 
 
 def _check_placements(shape, mesh, placements) -> None:
@@ -59,35 +72,36 @@ def _check_placements(shape, mesh, placements) -> None:
                                  'themselves; redistribute the tensor to Shard or Replicate first')
 
 
-def _held_runs(shape, mesh, placements, coordinate) -> Tuple[Runs, ...]:
+def _held_runs(shape, mesh, placements, coordinate, strided_rule) -> Tuple[Runs, ...]:
     held: List[Runs] = [((0, size), ) if size else () for size in shape]
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, Replicate):
             continue
         dim = placement.dim % len(shape)
-        parts, index = mesh.size(mesh_dim), coordinate[mesh_dim]
         # Strided sharding is not a subclass of Shard in every torch.
         split_factor = placement.split_factor if isinstance(placement, _StridedShard) else 1
-        held[dim] = sum((_chunk(chunk, parts, index) for chunk in _chunks(held[dim], split_factor)), ())
+        chunks = [_part(held[dim], *bounds) for bounds in chunk_bounds(_size(held[dim]), split_factor)]
+        padded_size = _size(chunks[0]) if strided_rule == UNFLATTEN_THEN_PAD else 0
+        held[dim] = ()
+        for chunk in chunks:
+            bounds = chunk_bounds(_size(chunk), mesh.size(mesh_dim), padded_size)
+            held[dim] += _part(chunk, *bounds[coordinate[mesh_dim]])
     return tuple(_merged(runs) for runs in held)
 
 
-def _chunks(runs: Runs, parts: int) -> List[Runs]:
-    return [_chunk(runs, parts, index) for index in range(parts)]
+def _size(runs: Runs) -> int:
+    return sum(size for _, size in runs)
 
 
-def _chunk(runs: Runs, parts: int, index: int) -> Runs:
-    """Chunk ``index`` of ``parts``, as torch.chunk cuts: ceil(size / parts) each, the last ones shorter or empty."""
-    total = sum(size for _, size in runs)
-    chunk_size = -(-total // parts)
-    first, last = min(index * chunk_size, total), min((index + 1) * chunk_size, total)
-    chunk, position = [], 0
+def _part(runs: Runs, first: int, last: int) -> Runs:
+    """The indices at positions [first, last) of those that ``runs`` lists."""
+    part, position = [], 0
     for start, size in runs:
         begin, end = max(first - position, 0), min(last - position, size)
         if begin < end:
-            chunk.append((start + begin, end - begin))
+            part.append((start + begin, end - begin))
         position += size
-    return tuple(chunk)
+    return tuple(part)
 
 
 def _merged(runs: Runs) -> Runs:

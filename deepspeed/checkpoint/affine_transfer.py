@@ -216,6 +216,9 @@ class _Geometry:
             raise InvalidMapError(
                 f'source describes a parameter of shape {source_map.logical_shape} and target one of '
                 f'shape {target_map.logical_shape}')
+        if None not in (source_map.rule, target_map.rule) and source_map.rule != target_map.rule:
+            raise InvalidMapError(f'source is laid out by the rule {source_map.rule!r} and target by the rule '
+                                  f'{target_map.rule!r}: state one of them on both sides')
         self._limits = limits
         self._logical_shape = target_map.logical_shape
         self._source_ranks, self._target_ranks = source_ranks, target_ranks
