@@ -5,8 +5,8 @@
 """Affine maps: which shard holds which elements of a parameter, and where.
 
 A map knows shapes, offsets and strides in elements. It knows nothing of processes, devices or dtypes: a *location*
-is a number that the map's user binds to whatever holds the bytes. `shared` below means the same elements on both
-sides; for the columns of a (4, 6) parameter split over two ranks,
+is a number that the map's user binds to whatever holds the bytes. For a (4, 6) parameter whose first four columns are
+on one rank and last two on the next,
 
     >>> contiguous_split_map((4, 6), [4, 2], partition_dim=1).pieces_by_rank[1]
     [AffinePiece(shape=(4, 2), source_offset=4, source_strides=(6, 1), dest_offset=0, dest_strides=(2, 1), ...)]
@@ -21,10 +21,11 @@ from typing import Any, Dict, FrozenSet, Iterator, List, Mapping, NamedTuple, Op
 import numpy as np
 import torch
 
-from .affine_boxes import BoxJoin, BoxSet, disjoint_cells, flat_range_boxes, row_major_strides
+from .affine_boxes import BoxJoin, BoxSet, disjoint_cells, flat_range_boxes, grid_shape, row_major_strides
 from .affine_pieces import (AffineMapError, CoverageError, HolderError, OutOfBoundsError, OverlapError, PieceTable,
-                            RankIdError, ShardSizeError, UnreadablePieceError, check_coverage, check_shards,
-                            element_offsets, holders_by_offset, piece_columns, piece_table, uncovered_offsets)
+                            RankIdError, ShardSizeError, UnreadablePieceError, check_coverage, check_ranks,
+                            check_shards, element_offsets, holders_by_offset, piece_columns, piece_table,
+                            uncovered_offsets)
 
 __all__ = [
     'AFFINE_MAP_FORMAT_VERSION', 'SCALE_POWER_BY_STATE', 'AffineMapError', 'AffinePiece', 'CoverageError',
@@ -49,8 +50,8 @@ class AffinePiece:
 
     ``shape`` is common to both sides. Offsets and strides are in elements and are the arguments of
     ``torch.as_strided``: ``source_*`` address the full tensor, ``dest_*`` the shard. ``locations`` are all ranks that
-    hold exactly these elements. The shard holds ``full * scale``; a scale of 0 (or one that is not finite) raises
-    ValueError because the full tensor could not be rebuilt.
+    hold exactly these elements. The shard holds ``full * scale``; a scale of 0, or one that is not finite, raises
+    ValueError.
     """
     shape: Shape
     source_offset: int
@@ -68,18 +69,18 @@ class AffinePiece:
         object.__setattr__(self, 'locations', frozenset(map(int, self.locations)))
         object.__setattr__(self, 'scale', float(self.scale))
         if self.scale == 0.0 or not math.isfinite(self.scale):
-            raise ValueError(f'scale is {self.scale}: not invertible, so the full tensor could not be rebuilt')
+            raise ValueError(f'a piece of scale {self.scale} cannot be scaled back')
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
     def source_view(self, full_param: torch.Tensor) -> torch.Tensor:
-        """This piece's elements as a view of the contiguous full parameter."""
+        """The view of the (contiguous) full parameter that this piece stands for."""
         return _strided_view(full_param, self.shape, self.source_strides, self.source_offset)
 
     def dest_view(self, shard: torch.Tensor) -> torch.Tensor:
-        """This piece's elements as a view of the contiguous shard."""
+        """The view of the (contiguous) shard that this piece stands for."""
         return _strided_view(shard, self.shape, self.dest_strides, self.dest_offset)
 
     def source_offsets(self) -> Iterator[int]:
@@ -108,6 +109,8 @@ class ParamAffineMap:
         self.logical_shape = tuple(map(int, logical_shape))
         self.shard_shapes = {int(rank): tuple(map(int, shape)) for rank, shape in shard_shapes.items()}
         self.pieces_by_rank = {int(rank): list(pieces) for rank, pieces in pieces_by_rank.items()}
+        for rank in self.shard_shapes:
+            self.pieces_by_rank.setdefault(rank, [])
         self.rule = rule
 
     @property
@@ -137,8 +140,9 @@ class ParamAffineMap:
         of pieces; pieces that are not boxes of the full tensor are walked element by element up to a size of
         2**24 elements and refused with UnreadablePieceError above it.
         """
-        self.validate()
-        check_coverage(self.logical_shape, self.pieces_by_rank)
+        columns = piece_columns(self.pieces_by_rank)
+        check_shards(self.shard_shapes, self.pieces_by_rank, columns)
+        check_coverage(self.logical_shape, self.pieces_by_rank, columns)
 
     def rebuild(self, shards: Mapping[int, torch.Tensor], scale_power: int = 1) -> torch.Tensor:
         """The full parameter, put together from ``shards`` (rank -> tensor with its shard's number of elements).
@@ -152,13 +156,16 @@ class ParamAffineMap:
         flat_shards = self._flat_shards(shards)
         any_shard = next(iter(shards.values()))
         full = torch.empty(self.numel, dtype=any_shard.dtype, device=any_shard.device)
-        written = torch.zeros(self.numel, dtype=torch.bool, device=any_shard.device)
+        # Most maps hold each element once; only where some do not has what was written to be remembered.
+        written = torch.zeros(self.numel, dtype=torch.bool, device=full.device) if self._has_replicas() else None
         for rank, pieces in self.pieces_by_rank.items():
             for piece in pieces:
-                value = piece.dest_view(flat_shards[rank]) if piece.numel else full[:0]
-                if piece.scale != 1.0:
-                    value = value / piece.scale**scale_power
-                self._write_piece(rank, piece, value, full, written)
+                if piece.numel:
+                    value = piece.dest_view(flat_shards[rank]).to(full.device)
+                    value = value if piece.scale == 1.0 else value / piece.scale**scale_power
+                    if written is not None:
+                        _check_agreement(rank, piece, value, full, written)
+                    piece.source_view(full).copy_(value)
         return full.view(self.logical_shape)
 
     def _flat_shards(self, shards):
@@ -171,21 +178,17 @@ class ParamAffineMap:
             if shard.numel() != math.prod(self.shard_shapes[rank]):
                 raise ShardSizeError(f'rank {rank}: got a shard of {shard.numel()} elements, expected shape '
                                      f'{self.shard_shapes[rank]}')
+        if not shards:
+            raise RankIdError('no shard was given, so the dtype and device of the parameter are not known')
         return {rank: shard.reshape(-1) for rank, shard in shards.items()}
 
-    @staticmethod
-    def _write_piece(rank, piece, value, full, written):
-        if not piece.numel:
-            return
-        target, seen = piece.source_view(full), piece.source_view(written)
-        # Replicas must agree: letting the last writer win would hide a rank that drifted. NaN agrees with NaN.
-        differs = seen & (target != value) & ~((target != target) & (value != value))
-        if differs.any():
-            where = tuple(differs.nonzero()[0].tolist())
-            raise ValueError(f'rank {rank}: its replica of {piece} differs from that of another holder, first at '
-                             f'index {where} of the piece')
-        target.copy_(value)
-        seen.fill_(True)
+    def _has_replicas(self) -> bool:
+        """Whether some element is held more than once, or that cannot be told from boxes."""
+        try:
+            boxes = piece_table(piece_columns(self.pieces_by_rank), self.logical_shape).boxes
+        except UnreadablePieceError:
+            return True
+        return boxes.first_overlap() is not None
 
     def _refuse_scaled_state(self, scale_power):
         if scale_power == 1:
@@ -198,7 +201,7 @@ class ParamAffineMap:
                                               'map of geometry does not do.')
 
     def extract(self, full_param: torch.Tensor, rank: int, scale_power: int = 1) -> torch.Tensor:
-        """The shard of ``rank`` as a new tensor, cut from the full parameter. The inverse of ``rebuild``."""
+        """The shard of ``rank`` as a new tensor, cut from the full parameter."""
         self._refuse_scaled_state(scale_power)
         if rank not in self.shard_shapes:
             raise RankIdError(f'rank {rank}: the map knows no such rank, only {sorted(self.shard_shapes)}')
@@ -207,20 +210,25 @@ class ParamAffineMap:
                                  f'{self.logical_shape}')
         flat = full_param.reshape(-1)
         shard = torch.empty(math.prod(self.shard_shapes[rank]), dtype=full_param.dtype, device=full_param.device)
-        for piece in self.pieces_by_rank.get(rank, ()):
+        for piece in self.pieces_by_rank[rank]:
             if piece.numel:
-                value = piece.source_view(flat)
-                piece.dest_view(shard).copy_(value if piece.scale == 1.0 else value * piece.scale**scale_power)
+                held = piece.dest_view(shard).copy_(piece.source_view(flat))
+                if piece.scale != 1.0:
+                    held *= piece.scale**scale_power  # in place, so that integers are refused and not cut
         return shard.view(self.shard_shapes[rank])
 
     def to_dict(self) -> Dict[str, Any]:
-        """Plain scalars, lists and dicts, of AFFINE_MAP_FORMAT_VERSION. JSON turns the rank keys into strings."""
+        """Plain scalars, lists and dicts, of AFFINE_MAP_FORMAT_VERSION. JSON turns the rank keys into strings.
+
+        Raises RankIdError where a rank has pieces but no shard shape.
+        """
+        check_ranks(self.shard_shapes, self.pieces_by_rank)
         entry: Dict[str, Any] = {
             'logical_shape': list(self.logical_shape),
             'ranks': {
                 rank: {
                     'shard_shape': list(self.shard_shapes[rank]),
-                    'pieces': [_piece_to_dict(piece) for piece in self.pieces_by_rank.get(rank, ())]
+                    'pieces': [_piece_to_dict(piece) for piece in self.pieces_by_rank[rank]]
                 }
                 for rank in sorted(self.shard_shapes)
             }
@@ -253,6 +261,19 @@ class ParamAffineMap:
     def __repr__(self) -> str:
         counts = {rank: len(pieces) for rank, pieces in sorted(self.pieces_by_rank.items())}
         return f'ParamAffineMap(logical_shape={self.logical_shape}, pieces_per_rank={counts})'
+
+
+def _check_agreement(rank, piece, value, full, written) -> None:
+    """What was written of this piece before must be the same, bit for bit or NaN; marks the piece as written."""
+    target, seen = piece.source_view(full), piece.source_view(written)
+    if seen.all() and torch.equal(target, value):
+        return
+    differs = seen & (target != value) & ~((target != target) & (value != value))
+    if differs.any():
+        where = tuple(differs.nonzero()[0].tolist())
+        raise ValueError(f'rank {rank}: its replica of {piece} differs from that of another holder, first at index '
+                         f'{where} of the piece')
+    seen.fill_(True)
 
 
 def _piece_to_dict(piece: AffinePiece) -> Dict[str, Any]:
@@ -330,12 +351,16 @@ def sub_param_map(shape: Sequence[int], sub_dim_sizes: Sequence[int], shard_widt
                   partition_dim: int) -> ParamAffineMap:
     """Sub-parameters concatenated along ``partition_dim`` (fused Q, K, V), each split over the ranks on its own.
 
-    ``sub_dim_sizes[i]`` is the size of sub-parameter i and ``shard_widths[i][r]`` what rank r holds of it.
+    ``sub_dim_sizes[i]`` is the size of sub-parameter i and ``shard_widths[i][r]`` what rank r holds of it; a row of
+    them adds up to its size (else ShardSizeError).
     ``sub_param_map((6, ), [4, 2], [[2, 2], [1, 1]], 0)``: rank 0 holds [0, 1, 4], rank 1 holds [2, 3, 5].
     """
+    if len(shard_widths) != len(sub_dim_sizes):
+        raise ShardSizeError(f'{len(sub_dim_sizes)} sub-parameters, but widths of {len(shard_widths)}')
     intervals = {rank: [] for rank in range(len(shard_widths[0]))}
     sub_start = 0
-    for size, widths in zip(sub_dim_sizes, shard_widths):
+    for index, (size, widths) in enumerate(zip(sub_dim_sizes, shard_widths)):
+        _check_widths(f'sub-parameter {index}', size, widths, len(intervals))
         start = sub_start
         for rank, held in intervals.items():
             held.append(_Interval(start, widths[rank], [rank]))
@@ -360,9 +385,7 @@ def segmented_map(shape: Sequence[int], segments: Sequence[Tuple[int, bool]], pa
         start, widths = segment_start, ()
         if not replicated:
             widths = list(next(remaining_widths, ()))
-            if len(widths) != tp_degree or sum(widths) != size:
-                raise ShardSizeError(f'segment {index} has {size} elements to split over {tp_degree} ranks, but its '
-                                     f'widths are {widths}')
+            _check_widths(f'segment {index}', size, widths, tp_degree)
         for rank in everyone:
             if replicated:
                 intervals[rank].append(_Interval(start, size, everyone))
@@ -371,6 +394,12 @@ def segmented_map(shape: Sequence[int], segments: Sequence[Tuple[int, bool]], pa
                 start += widths[rank]
         segment_start += size
     return _partitioned_map(shape, partition_dim, intervals)
+
+
+def _check_widths(what: str, size: int, widths: Sequence[int], tp_degree: int) -> None:
+    if len(widths) != tp_degree or sum(widths) != size:
+        raise ShardSizeError(f'{what} has {size} elements to split over {tp_degree} ranks, but its widths are '
+                             f'{list(widths)}')
 
 
 def block_gather_map(shape: Sequence[int], block_ids_by_rank: Mapping[int, Sequence[int]], block_size: int,
@@ -444,58 +473,35 @@ def nest_affine_maps(outer: ParamAffineMap, inner_by_rank: Mapping[int, ParamAff
     Raises RankIdError for missing or extra inner ranks and for a location used under two outer ranks, ShardSizeError
     for an inner map of another size than the outer shard, UnreadablePieceError where a shard's pieces are not boxes.
     """
-    shard_shapes, parts = {}, []
-    for rank in _matching_ranks(outer, inner_by_rank):
-        inner = _in_shard_shape(rank, inner_by_rank[rank], outer.shard_shapes[rank])
-        for location in inner.shard_shapes.keys() & shard_shapes.keys():
-            raise RankIdError(f'outer rank {rank}: location {location} already stores the shard of another outer rank')
-        shard_shapes.update(inner.shard_shapes)
-        parts.append(_compose(outer, rank, inner))
-    return ParamAffineMap(outer.logical_shape,
-                          shard_shapes,
-                          _pieces_of_cells(_joined(parts), outer.logical_shape, shard_shapes),
-                          rule=outer.rule)
-
-
-def _matching_ranks(outer: ParamAffineMap, inner_by_rank: Mapping[int, ParamAffineMap]) -> List[int]:
+    check_ranks(outer.shard_shapes, outer.pieces_by_rank)
     if outer.shard_shapes.keys() != inner_by_rank.keys():
         raise RankIdError(f'the outer map has ranks {sorted(outer.shard_shapes)}, but inner maps were given for '
                           f'{sorted(inner_by_rank)}')
-    return sorted(outer.shard_shapes)
+    shard_shapes, parts = {}, []
+    for rank, shape in sorted(outer.shard_shapes.items()):
+        inner = inner_by_rank[rank]
+        if inner.logical_shape not in (shape, (math.prod(shape), )) and grid_shape(inner.logical_shape) != shape:
+            raise ShardSizeError(f'outer rank {rank}: its shard has shape {shape}, but the inner map describes shape '
+                                 f'{inner.logical_shape}')
+        for location in inner.shard_shapes.keys() & shard_shapes.keys():
+            raise RankIdError(f'outer rank {rank}: location {location} already stores the shard of another outer rank')
+        shard_shapes.update(inner.shard_shapes)
+        parts.append(_composed(outer, rank, inner))
+    return ParamAffineMap(outer.logical_shape,
+                          shard_shapes,
+                          _pieces_of_cells(_joined(parts, outer.logical_shape), outer.logical_shape, shard_shapes),
+                          rule=outer.rule)
 
 
-def _in_shard_shape(rank: int, inner: ParamAffineMap, shard_shape: Shape) -> ParamAffineMap:
-    """``inner`` as a map of the shard's own shape, where it is a map of the flattened shard."""
-    if inner.logical_shape == shard_shape:
-        return inner
-    if inner.logical_shape != (math.prod(shard_shape), ):
-        raise ShardSizeError(
-            f'outer rank {rank}: its shard has shape {shard_shape}, but the inner map describes shape '
-            f'{inner.logical_shape}')
-    strides = row_major_strides(shard_shape)
-    pieces_by_rank = {}
-    for location, pieces in inner.pieces_by_rank.items():
-        boxes = pieces_by_rank[location] = []
-        for piece in pieces:
-            (numel, ), (step, ), (dest_step, ) = piece.shape, piece.source_strides, piece.dest_strides
-            if numel > 1 and step != 1:
-                raise UnreadablePieceError(
-                    f'outer rank {rank}, location {location}: {piece} is not a contiguous range '
-                    'of the flattened shard')
-            start = piece.source_offset
-            for lower, extent in flat_range_boxes(shard_shape, start, start + numel):
-                offset = sum(first * stride for first, stride in zip(lower, strides))
-                boxes.append(
-                    AffinePiece(extent, offset, strides, piece.dest_offset + (offset - start) * dest_step,
-                                [stride * dest_step for stride in strides], piece.locations, piece.scale))
-    return ParamAffineMap(shard_shape, inner.shard_shapes, pieces_by_rank)
-
-
-def _compose(outer: ParamAffineMap, rank: int, inner: ParamAffineMap) -> PieceTable:
+def _composed(outer: ParamAffineMap, rank: int, inner: ParamAffineMap) -> PieceTable:
     """The inner map's pieces of one outer shard, as pieces of the full parameter."""
-    held = piece_table(piece_columns({rank: outer.pieces_by_rank.get(rank, ())}), outer.logical_shape)
+    held = piece_table(piece_columns({rank: outer.pieces_by_rank[rank]}), outer.logical_shape)
+    try:
+        in_shard = held.shard_boxes(outer.shard_shapes[rank])
+    except UnreadablePieceError:
+        return _composed_by_address(rank, held, _address_ranges(rank, inner))
+    inner = _in_shard_shape(rank, inner, outer.shard_shapes[rank])
     stored = piece_table(piece_columns(inner.pieces_by_rank), inner.logical_shape)
-    in_shard = held.shard_boxes(outer.shard_shapes[rank])
     i, j = BoxJoin(in_shard, stored.boxes).pairs()
     common = in_shard.take(i).intersection(stored.boxes.take(j))
     lower = held.boxes.lower[i] + common.lower - in_shard.lower[i]
@@ -507,7 +513,103 @@ def _compose(outer: ParamAffineMap, rank: int, inner: ParamAffineMap) -> PieceTa
                       locations=[stored.locations[index] for index in j.tolist()])
 
 
-def _joined(parts: List[PieceTable]) -> PieceTable:
+class _AddressRange(NamedTuple):
+    """Elements [start, stop) of a flattened shard, stored ``step`` apart from ``address`` on at one location."""
+    start: int
+    stop: int
+    address: int
+    step: int
+    location: int
+    piece: AffinePiece
+
+
+def _address_ranges(rank: int, inner: ParamAffineMap) -> List[_AddressRange]:
+    """The inner map's pieces as ranges of the flattened shard; UnreadablePieceError where one is none."""
+    ranges = []
+    for location, pieces in sorted(inner.pieces_by_rank.items()):
+        for piece in pieces:
+            if not piece.numel:
+                continue
+            step = piece.dest_strides[-1] if piece.shape else 1
+            along = [stride * step for stride in row_major_strides(piece.shape)]
+            for size, stride, dest, row_major in zip(piece.shape, piece.source_strides, piece.dest_strides, along):
+                if size > 1 and (stride * step != row_major or dest != row_major):
+                    raise UnreadablePieceError(f'outer rank {rank}, location {location}: {piece} is not a contiguous '
+                                               'range of the flattened shard, and the outer pieces are not boxes of '
+                                               'the shard')
+            start = piece.source_offset
+            ranges.append(_AddressRange(start, start + piece.numel, piece.dest_offset, step, location, piece))
+    return ranges
+
+
+def _in_shard_shape(rank: int, inner: ParamAffineMap, shard_shape: Shape) -> ParamAffineMap:
+    """``inner`` as a map of the shard's own shape, where it is a map of the flattened shard."""
+    if len(inner.logical_shape) == len(shard_shape):
+        return inner
+    strides = row_major_strides(shard_shape)
+    pieces_by_rank = {location: [] for location in inner.shard_shapes}
+    for start, stop, address, step, location, piece in _address_ranges(rank, inner):
+        for lower, extent in flat_range_boxes(shard_shape, start, stop):
+            offset = sum(first * stride for first, stride in zip(lower, strides))
+            pieces_by_rank[location].append(
+                AffinePiece(extent, offset, strides, address + (offset - start) * step,
+                            [stride * step for stride in strides], piece.locations, piece.scale))
+    return ParamAffineMap(shard_shape, inner.shard_shapes, pieces_by_rank)
+
+
+def _composed_by_address(rank: int, held: PieceTable, ranges: List[_AddressRange]) -> PieceTable:
+    """As ``_composed``, for outer pieces that are no boxes of their shard: ranges of the flat parameter, transposes.
+
+    The addresses of such a piece are cut into rows by its own strides, each of which must step over whatever the
+    smaller ones reach.
+    """
+    rows = []
+    for row in range(len(held.rank)):
+        extent, strides = held.boxes.extent[row].tolist(), held.strides[row].tolist()
+        order = sorted((dim for dim, size in enumerate(extent) if size > 1), key=lambda dim: -strides[dim])
+        steps = [strides[dim] for dim in order] + [1]
+        grid = [outer // inner for outer, inner in zip(steps, steps[1:])]
+        if any(outer % inner for outer, inner in zip(steps, steps[1:])) or any(extent[dim] > size
+                                                                               for dim, size in zip(order[1:], grid)):
+            raise UnreadablePieceError(f'outer {held.describe(row)}: its strides {strides} do not nest')
+        # A virtual tensor whose row-major addresses are those of the piece, counted from its first element.
+        shape = ([extent[order[0]]] if order else []) + grid
+        rows += _cut_by_ranges(held, row, order, shape, ranges)
+
+    def as_array(values, *shape):
+        return np.array(values, dtype=np.int64).reshape(len(rows), *shape)
+
+    ndim = held.boxes.lower.shape[1]
+    lower = as_array([entry[0] for entry in rows], ndim)
+    return PieceTable(rank=as_array([entry[4].location for entry in rows]),
+                      boxes=BoxSet(lower, lower + as_array([entry[1] for entry in rows], ndim)),
+                      address=as_array([entry[2] for entry in rows]),
+                      strides=as_array([entry[3] for entry in rows], ndim),
+                      scale=np.array([entry[5] for entry in rows]),
+                      locations=[entry[4].piece.locations for entry in rows])
+
+
+def _cut_by_ranges(held: PieceTable, row: int, order: List[int], shape: List[int], ranges: List[_AddressRange]):
+    first = int(held.address[row])
+    strides = held.strides[row].tolist()
+    for entry in ranges:
+        start, stop = max(entry.start - first, 0), min(entry.stop - first, math.prod(shape))
+        for corner, sizes in flat_range_boxes(shape, start, stop):
+            lower, extent = held.boxes.lower[row].tolist(), [1] * len(strides)
+            for dim, begin, size in zip(order, corner, sizes):
+                extent[dim] = min(size, int(held.boxes.extent[row, dim]) - begin)
+                lower[dim] += begin
+            # The last dimension of the virtual tensor lies between elements where the piece's smallest step is not 1.
+            if min(extent) <= 0 or corner[len(order):] != (0, ) * (len(corner) - len(order)):
+                continue
+            address = first + sum(
+                (low - int(origin)) * stride for low, origin, stride in zip(lower, held.boxes.lower[row], strides))
+            yield (lower, extent, entry.address + (address - entry.start) * entry.step,
+                   [stride * entry.step for stride in strides], entry, float(held.scale[row]) * entry.piece.scale)
+
+
+def _joined(parts: List[PieceTable], logical_shape: Shape) -> PieceTable:
+    parts = parts or [piece_table(piece_columns({}), logical_shape)]
     return PieceTable(rank=np.concatenate([part.rank for part in parts]),
                       boxes=BoxSet(*(np.concatenate(corner) for corner in zip(*(part.boxes for part in parts)))),
                       address=np.concatenate([part.address for part in parts]),

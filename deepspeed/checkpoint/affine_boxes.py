@@ -11,7 +11,7 @@ elements in a box.
 """
 
 import math
-from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -39,13 +39,13 @@ def grid_shape(shape: Sequence[int]) -> Tuple[int, ...]:
     return tuple(shape) or (1, )
 
 
-def chunk_bounds(size: int, parts: int, padded_size: int = 0) -> List[Tuple[int, int]]:
-    """(start, stop) of each chunk, as ``torch.chunk`` cuts: ceil(size / parts) each, the last shorter or empty.
+def chunk_bounds(size: int, parts: int, index: int, padded_size: int = 0) -> Tuple[int, int]:
+    """(start, stop) of one chunk, as ``torch.chunk`` cuts: ceil(size / parts) each, the last ones shorter or empty.
 
     With ``padded_size``, chunks are as long as those of that many indices. 5 in 3 parts: (0, 2), (2, 4), (4, 5).
     """
     chunk = -(-max(size, padded_size) // parts)
-    return [(min(part * chunk, size), min((part + 1) * chunk, size)) for part in range(parts)]
+    return min(index * chunk, size), min((index + 1) * chunk, size)
 
 
 class BoxSet(NamedTuple):
@@ -212,7 +212,8 @@ def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> List[Tuple[
         return []
     if not shape:
         return [((), ())]
-    row = math.prod(shape[1:])
+    # (Without elements in a row nothing lies in [start, stop): any divisor will do.)
+    row = max(math.prod(shape[1:]), 1)
     first, last = -(-start // row), stop // row
     if first > last:
         # Both ends lie inside one row.
@@ -238,10 +239,9 @@ def disjoint_cells(boxes: BoxSet) -> Tuple[BoxSet, np.ndarray, np.ndarray]:
     their order.
     """
     distinct, equal_to = boxes.unique()
-    neighbours = _overlapping_neighbours(distinct)
-    alone = np.flatnonzero(distinct.solid())
-    alone = alone[~np.isin(alone, list(neighbours))]
-    cut, cut_cell, cut_distinct = _cut_along_neighbours(distinct, neighbours)
+    overlapping = _overlapping(distinct)
+    alone = np.flatnonzero(distinct.solid() & ~overlapping)
+    cut, cut_cell, cut_distinct = _cut_along_edges(distinct, np.flatnonzero(overlapping))
     lower = np.concatenate([distinct.lower[alone], cut.lower])
     upper = np.concatenate([distinct.upper[alone], cut.upper])
     cell_of = np.concatenate([np.arange(alone.size), alone.size + cut_cell])
@@ -263,30 +263,17 @@ def disjoint_cells(boxes: BoxSet) -> Tuple[BoxSet, np.ndarray, np.ndarray]:
     return BoxSet(lower[order], upper[order]), cell_index[final], box_index[final]
 
 
-def _overlapping_neighbours(distinct: BoxSet):
-    """For each of these distinct boxes that shares an element with another one, the indices of those."""
-    neighbours = {}
+def _overlapping(distinct: BoxSet) -> np.ndarray:
+    """Which of these distinct boxes share an element with another one."""
+    overlapping = np.zeros(len(distinct.lower), dtype=bool)
     for left, right in BoxJoin(distinct, distinct).blocks():
-        other = left != right
-        for i, j in zip(left[other].tolist(), right[other].tolist()):
-            neighbours.setdefault(i, []).append(j)
-    return neighbours
+        overlapping[left[left != right]] = True
+    return overlapping
 
 
-def _cut_along_neighbours(distinct: BoxSet, neighbours) -> Tuple[BoxSet, np.ndarray, np.ndarray]:
-    # A cell belongs to the first box that covers it: take away what earlier boxes cover, and cut the rest along the
-    # edges of the later ones. So each cell arises once, and only neighbours are ever looked at.
-    spans = {box: _span(distinct, box) for box in neighbours}
-    cells = []
-    for box in sorted(neighbours):
-        own = [(spans[box], (box, ))]
-        for other in sorted(neighbours[box]):
-            if other < box:
-                own = [(part, holders) for span, holders in own for part in _without(span, spans[other])]
-            else:
-                own = [part for span, holders in own for part in _split(span, holders, other, spans[other])]
-        cells.extend(own)
+def _cut_along_edges(distinct: BoxSet, chosen: np.ndarray) -> Tuple[BoxSet, np.ndarray, np.ndarray]:
     ndim = distinct.lower.shape[1]
+    cells = sorted(_swept_cells([(_span(distinct, box), box) for box in chosen.tolist()]))
     corners = np.asarray([span for span, _ in cells], dtype=np.int64).reshape(-1, ndim, 2)
     entries = [(index, box) for index, (_, holders) in enumerate(cells) for box in holders]
     cell_index, box_index = np.asarray(entries, dtype=np.int64).reshape(-1, 2).T
@@ -297,28 +284,36 @@ def _span(boxes: BoxSet, index: int) -> Span:
     return tuple(zip(boxes.lower[index].tolist(), boxes.upper[index].tolist()))
 
 
-def _split(span: Span, holders: Tuple[int, ...], other: int, cut: Span):
-    """``span`` in two: the part inside ``cut``, which ``other`` holds too, and what is left of it."""
-    common = _common(span, cut)
-    inside = [(common, holders + (other, ))] if common else []
-    return inside + [(part, holders) for part in _without(span, cut)]
+def _swept_cells(boxes: List[Tuple[Span, int]]) -> List[Tuple[Span, Tuple[int, ...]]]:
+    """Cells of the given (span, number) boxes, each with the numbers of the boxes that cover it, ascending.
+
+    A sweep along dimension 0: between two neighbouring edges the boxes present are constant and are cut in one
+    dimension less. A cell that is the same in the next slab goes on there, so edges elsewhere do not cut it.
+    """
+    edges: Dict[int, Tuple[List, List]] = {}
+    for span, number in boxes:
+        (start, stop), rest = span[0], span[1:]
+        edges.setdefault(start, ([], []))[0].append((rest, number))
+        edges.setdefault(stop, ([], []))[1].append((rest, number))
+    present: set = set()
+    begun: Dict[Tuple[Span, Tuple[int, ...]], int] = {}
+    cells = []
+    for edge in sorted(edges):
+        opening, closing = edges[edge]
+        present.difference_update(closing)
+        present.update(opening)
+        slab = _slab_cells(sorted(present, key=lambda box: box[1]))
+        for cell in [cell for cell in begun if cell not in slab]:
+            rest, holders = cell
+            cells.append((((begun.pop(cell), edge), ) + rest, holders))
+        for cell in slab:
+            begun.setdefault(cell, edge)
+    return cells
 
 
-def _common(one: Span, other: Span) -> Optional[Span]:
-    spans = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other))
-    return spans if all(start < stop for start, stop in spans) else None
-
-
-def _without(span: Span, cut: Span) -> List[Span]:
-    """Disjoint boxes that fill what of ``span`` lies outside ``cut``."""
-    common = _common(span, cut)
-    if common is None:
-        return [span]
-    parts = []
-    for dim, ((start, stop), (cut_start, cut_stop)) in enumerate(zip(span, common)):
-        head, tail = common[:dim], span[dim + 1:]
-        if start < cut_start:
-            parts.append(head + ((start, cut_start), ) + tail)
-        if cut_stop < stop:
-            parts.append(head + ((cut_stop, stop), ) + tail)
-    return parts
+def _slab_cells(present: List[Tuple[Span, int]]) -> Dict[Tuple[Span, Tuple[int, ...]], None]:
+    if not present:
+        return {}
+    if not present[0][0]:
+        return {((), tuple(number for _, number in present)): None}
+    return dict.fromkeys(_swept_cells(present))

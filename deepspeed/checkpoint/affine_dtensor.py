@@ -46,16 +46,17 @@ def dtensor_map(shape: Sequence[int],
     if strided_rule not in (NESTED_CHUNK, UNFLATTEN_THEN_PAD):
         raise AffineMapError(
             f'strided_rule: got {strided_rule!r}, expected {NESTED_CHUNK!r} or {UNFLATTEN_THEN_PAD!r}')
-    runs_by_rank = {}
-    for coordinate in itertools.product(*(range(size) for size in mesh.mesh.shape)):
-        runs_by_rank[int(mesh.mesh[coordinate])] = _held_runs(shape, mesh, placements, coordinate, strided_rule)
+    coordinates = itertools.product(*(range(size) for size in mesh.mesh.shape))
+    held = _HeldRuns(shape, mesh, placements, strided_rule)
     ranks_by_runs: Dict[Tuple[Runs, ...], List[int]] = {}
-    for rank, runs in sorted(runs_by_rank.items()):
-        ranks_by_runs.setdefault(runs, []).append(rank)
+    for coordinate, rank in zip(coordinates, mesh.mesh.flatten().tolist()):
+        ranks_by_runs.setdefault(held.at(coordinate), []).append(rank)
     shard_shapes, pieces_by_rank = {}, {}
-    for rank, runs in runs_by_rank.items():
-        shard_shapes[rank] = tuple(_size(dim_runs) for dim_runs in runs)
-        pieces_by_rank[rank] = _pieces(shape, shard_shapes[rank], runs, ranks_by_runs[runs])
+    for runs, ranks in ranks_by_runs.items():
+        shard_shape = tuple(_size(dim_runs) for dim_runs in runs)
+        pieces = _pieces(shape, shard_shape, runs, ranks)
+        shard_shapes.update(dict.fromkeys(ranks, shard_shape))
+        pieces_by_rank.update(dict.fromkeys(ranks, pieces))
     strided = any(isinstance(placement, _StridedShard) and placement.split_factor > 1 for placement in placements)
     return ParamAffineMap(shape, shard_shapes, pieces_by_rank, rule=strided_rule if strided else None)
 
@@ -72,21 +73,37 @@ def _check_placements(shape, mesh, placements) -> None:
                                  'themselves; redistribute the tensor to Shard or Replicate first')
 
 
-def _held_runs(shape, mesh, placements, coordinate, strided_rule) -> Tuple[Runs, ...]:
-    held: List[Runs] = [((0, size), ) if size else () for size in shape]
-    for mesh_dim, placement in enumerate(placements):
-        if isinstance(placement, Replicate):
-            continue
-        dim = placement.dim % len(shape)
-        # Strided sharding is not a subclass of Shard in every torch.
-        split_factor = placement.split_factor if isinstance(placement, _StridedShard) else 1
-        chunks = [_part(held[dim], *bounds) for bounds in chunk_bounds(_size(held[dim]), split_factor)]
-        padded_size = _size(chunks[0]) if strided_rule == UNFLATTEN_THEN_PAD else 0
-        held[dim] = ()
-        for chunk in chunks:
-            bounds = chunk_bounds(_size(chunk), mesh.size(mesh_dim), padded_size)
-            held[dim] += _part(chunk, *bounds[coordinate[mesh_dim]])
-    return tuple(_merged(runs) for runs in held)
+class _HeldRuns:
+    """The runs of every tensor dimension that a mesh coordinate holds; each is worked out once."""
+
+    def __init__(self, shape, mesh, placements, strided_rule):
+        self._strided_rule = strided_rule
+        self._whole = [((0, size), ) if size else () for size in shape]
+        # For each tensor dimension, the (mesh dimension, number of parts, split factor) of the cuts, in their order.
+        self._cuts: List[List[Tuple[int, int, int]]] = [[] for _ in shape]
+        for mesh_dim, placement in enumerate(placements):
+            if not isinstance(placement, Replicate):
+                # Strided sharding is not a subclass of Shard in every torch.
+                split_factor = placement.split_factor if isinstance(placement, _StridedShard) else 1
+                self._cuts[placement.dim % len(shape)].append((mesh_dim, mesh.size(mesh_dim), split_factor))
+        self._known: Dict[Tuple[int, ...], Runs] = {}
+
+    def at(self, coordinate: Tuple[int, ...]) -> Tuple[Runs, ...]:
+        return tuple(self._along(dim, coordinate) for dim in range(len(self._cuts)))
+
+    def _along(self, dim: int, coordinate: Tuple[int, ...]) -> Runs:
+        key = (dim, *(coordinate[mesh_dim] for mesh_dim, _, _ in self._cuts[dim]))
+        if key not in self._known:
+            runs = self._whole[dim]
+            for mesh_dim, parts, split_factor in self._cuts[dim]:
+                runs = self._cut(runs, parts, split_factor, coordinate[mesh_dim])
+            self._known[key] = _merged(runs)
+        return self._known[key]
+
+    def _cut(self, runs: Runs, parts: int, split_factor: int, index: int) -> Runs:
+        chunks = [_part(runs, *chunk_bounds(_size(runs), split_factor, chunk)) for chunk in range(split_factor)]
+        padded_size = _size(chunks[0]) if self._strided_rule == UNFLATTEN_THEN_PAD else 0
+        return sum((_part(chunk, *chunk_bounds(_size(chunk), parts, index, padded_size)) for chunk in chunks), ())
 
 
 def _size(runs: Runs) -> int:

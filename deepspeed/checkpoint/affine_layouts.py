@@ -30,7 +30,8 @@ def packed_map(shape: Sequence[int],
     if sum(component_sizes) != shape[partition_dim]:
         raise ShardSizeError(f'components of sizes {list(component_sizes)} add up to {sum(component_sizes)}, but '
                              f'dimension {partition_dim} of shape {tuple(shape)} has {shape[partition_dim]}')
-    widths = [[stop - start for start, stop in chunk_bounds(size, tp_degree)] for size in component_sizes]
+    bounds = [[chunk_bounds(size, tp_degree, rank) for rank in range(tp_degree)] for size in component_sizes]
+    widths = [[stop - start for start, stop in parts] for parts in bounds]
     return sub_param_map(shape, component_sizes, widths, partition_dim)
 
 

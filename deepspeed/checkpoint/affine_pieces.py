@@ -10,13 +10,14 @@ ELEMENTWISE_LIMIT elements.
 """
 
 import math
-from typing import Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Dict, FrozenSet, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 import numpy as np
 
 from .affine_boxes import BoxSet, disjoint_cells, grid_shape, row_major_strides
 
 ELEMENTWISE_LIMIT = 1 << 24
+_INT64_LIMIT = 1 << 62
 
 
 class AffineMapError(ValueError):
@@ -79,11 +80,11 @@ class PieceTable(NamedTuple):
         shape = grid_shape(shard_shape)
         extent = self.boxes.extent
         lower = coordinates(self.address, shape)
-        if lower.shape == extent.shape:
-            scattered = np.any((extent > 1) & (self.strides != row_major_strides(shape)), axis=1)
-            scattered |= np.any(lower + extent > shape, axis=1)
-        else:
-            scattered = np.ones(len(extent), dtype=bool)
+        if lower.shape != extent.shape:
+            raise UnreadablePieceError(
+                f'a shard of shape {tuple(shard_shape)} has other dimensions than the parameter')
+        scattered = np.any((extent > 1) & (self.strides != row_major_strides(shape)), axis=1)
+        scattered |= np.any(lower + extent > shape, axis=1)
         if scattered.any():
             raise UnreadablePieceError(f'{self.describe(np.argmax(scattered))} is not a box of its shard of shape '
                                        f'{tuple(shard_shape)}')
@@ -110,15 +111,16 @@ class PieceColumns(NamedTuple):
     pieces: List
 
 
-def piece_columns(pieces_by_rank: Dict[int, Sequence]) -> PieceColumns:
-    """Raises AffineMapError for a piece whose strides are not as many as its dimensions, or with a negative size."""
-    ranked = [(rank, piece) for rank, held in sorted(pieces_by_rank.items()) for piece in held]
+def piece_columns(pieces_by_rank: Mapping[int, Sequence]) -> PieceColumns:
+    """Raises AffineMapError for a piece whose numbers contradict one another or do not fit 64 bits."""
+    ranked = [(rank, piece) for rank, held in sorted(pieces_by_rank.items()) for piece in held if 0 not in piece.shape]
     for rank, piece in ranked:
         if not len(piece.shape) == len(piece.source_strides) == len(piece.dest_strides):
             raise AffineMapError(f'rank {rank}: {piece} has other numbers of strides than dimensions')
         if piece.shape and min(piece.shape) < 0:
             raise AffineMapError(f'rank {rank}: {piece} has a negative size')
-    ranked = [(rank, piece) for rank, piece in ranked if 0 not in piece.shape]
+        _check_fits_int64(f'rank {rank}: {piece}', piece.numel, (piece.source_offset, piece.source_strides),
+                          (piece.dest_offset, piece.dest_strides), piece.shape)
     pieces = [piece for _, piece in ranked]
     ndim = max((len(piece.shape) for piece in pieces), default=1)
 
@@ -137,6 +139,15 @@ def piece_columns(pieces_by_rank: Dict[int, Sequence]) -> PieceColumns:
                         pieces=pieces)
 
 
+def _check_fits_int64(what, numel, source, dest, shape) -> None:
+    for offset, strides in (source, dest):
+        reach = abs(offset)
+        for size, stride in zip(shape, strides):
+            reach += (size - 1) * abs(stride)
+        if reach >= _INT64_LIMIT or numel >= _INT64_LIMIT:
+            raise AffineMapError(f'{what} reaches beyond 2**62 elements')
+
+
 def piece_table(columns: PieceColumns, logical_shape: Sequence[int]) -> PieceTable:
     """Read the pieces of a map as boxes of a tensor of ``logical_shape``.
 
@@ -144,9 +155,13 @@ def piece_table(columns: PieceColumns, logical_shape: Sequence[int]) -> PieceTab
     one that is no box, OutOfBoundsError for one that leaves the tensor, naming rank and piece.
     """
     shape = grid_shape(logical_shape)
+    if math.prod(shape) >= _INT64_LIMIT:
+        raise AffineMapError(f'a parameter of shape {tuple(logical_shape)} has more than 2**62 elements')
     if columns.shape.shape[1] == len(shape):
-        extent, strides = columns.shape, columns.dest_strides.copy()
+        extent, strides = columns.shape, columns.dest_strides
         odd = np.any((extent > 1) & (columns.source_strides != row_major_strides(shape)), axis=1)
+        # A dimension of one index has the stride of its neighbour: the piece may mean the other one.
+        odd |= np.any(extent > shape, axis=1)
     else:
         extent = strides = np.ones((len(columns.rank), len(shape)), dtype=np.int64)
         odd = np.ones(len(columns.rank), dtype=bool)
@@ -207,21 +222,24 @@ def element_offsets(shape: Sequence[int], offset: int, strides: Sequence[int]) -
     return offsets.reshape(-1)
 
 
+def check_ranks(shard_shapes, pieces_by_rank) -> None:
+    for rank in sorted(pieces_by_rank.keys() - shard_shapes.keys()):
+        raise RankIdError(f'rank {rank} has pieces but no shard shape; shards are known for {sorted(shard_shapes)}')
+
+
 def check_shards(shard_shapes, pieces_by_rank, columns: PieceColumns) -> None:
     """Each rank's pieces fill its shard: they add up to it, stay inside it and do not overlap there."""
-    for rank in pieces_by_rank.keys() - shard_shapes.keys():
-        raise RankIdError(f'rank {rank} has pieces but no shard shape; shards are known for {sorted(shard_shapes)}')
+    check_ranks(shard_shapes, pieces_by_rank)
     ranks = np.array(sorted(shard_shapes), dtype=np.int64)
     shard_numel = np.array([math.prod(shard_shapes[rank]) for rank in ranks.tolist()], dtype=np.int64)
     shard = np.searchsorted(ranks, columns.rank)
-    numel = np.prod(columns.shape, axis=1)
     held = np.zeros_like(shard_numel)
-    np.add.at(held, shard, numel)
+    np.add.at(held, shard, [piece.numel for piece in columns.pieces])
     for index in np.flatnonzero(held != shard_numel)[:1].tolist():
         rank = int(ranks[index])
         raise ShardSizeError(
             f'rank {rank}: its shard of shape {shard_shapes[rank]} has {shard_numel[index]} elements, '
-            f'but its pieces account for {held[index]}')
+            f'its pieces have {held[index]}')
     first = columns.dest_offset
     last = first + ((columns.shape - 1) * columns.dest_strides).sum(axis=1)
     outside = (first < 0) | (last >= shard_numel[shard]) | np.any(columns.dest_strides < 0, axis=1)
@@ -232,21 +250,32 @@ def check_shards(shard_shapes, pieces_by_rank, columns: PieceColumns) -> None:
     # Dense pieces, the common case, are apart where their address ranges are; others are looked at one by one.
     order = np.lexsort((first, shard))
     meets_next = (shard[order[1:]] == shard[order[:-1]]) & (first[order[1:]] <= last[order[:-1]])
-    suspects = set(columns.rank[order[1:]][meets_next].tolist()) | set(
-        columns.rank[last - first + 1 != numel].tolist())
+    suspects = set(columns.rank[order[1:]][meets_next].tolist()) | set(columns.rank[~_dense(columns)].tolist())
     for rank in sorted(suspects):
         held_here = [piece for piece in pieces_by_rank[rank] if piece.numel]
         _check_pieces_apart(rank, held_here, shard_shapes[rank])
 
 
+def _dense(columns: PieceColumns) -> np.ndarray:
+    """Which pieces fill a run of shard addresses without gap or repetition."""
+    strides = np.where(columns.shape > 1, columns.dest_strides, 0)
+    order = np.argsort(strides, axis=1, kind='stable')
+    strides = np.take_along_axis(strides, order, axis=1)
+    sizes = np.take_along_axis(columns.shape, order, axis=1)
+    # From the innermost dimension on, each one steps over all that the ones before it reach.
+    reach = np.cumprod(sizes, axis=1) // sizes
+    return np.all((sizes == 1) | (strides == reach), axis=1)
+
+
 def _check_pieces_apart(rank, pieces, shard_shape) -> None:
     """No shard element is written twice, by one piece or by two."""
-    boxes = _shard_boxes(pieces, shard_shape)
+    boxes = _address_boxes(pieces, shard_shape)
     if boxes is not None:
         twice = boxes.first_overlap()
         if twice:
-            raise OverlapError(f'rank {rank}: {pieces[twice[0]]} and {pieces[twice[1]]} both write shard elements '
-                               f'{describe_box(boxes.intersection(boxes.take(list(twice[::-1]))), 0)}')
+            raise OverlapError(
+                f'rank {rank}: {pieces[twice[0]]} and {pieces[twice[1]]} write the same elements of the '
+                'shard')
         return
     starts, lengths, owner = _runs(rank, pieces)
     order = np.argsort(starts, kind='stable')
@@ -254,26 +283,32 @@ def _check_pieces_apart(rank, pieces, shard_shape) -> None:
     twice = np.flatnonzero(starts[1:] < stops[:-1])
     if twice.size:
         at = twice[0]
-        raise OverlapError(f'rank {rank}: {pieces[owner[at]]} and {pieces[owner[at + 1]]} both write shard element '
-                           f'{starts[at + 1]}')
+        raise OverlapError(f'rank {rank}: {pieces[owner[at]]} and {pieces[owner[at + 1]]} write the same element of '
+                           f'the shard, {starts[at + 1]}')
 
 
-def _shard_boxes(pieces, shard_shape) -> Optional[BoxSet]:
-    """The pieces as boxes of their shard's grid, or None where one of them is not."""
-    shape = grid_shape(shard_shape)
-    strides = row_major_strides(shape)
-    lower, extent = [], []
-    for piece in pieces:
-        if len(piece.shape) != len(shape):
-            return None
-        if any(size > 1 and got != want for size, got, want in zip(piece.shape, piece.dest_strides, strides)):
-            return None
-        corner = np.unravel_index(piece.dest_offset, shape)
-        if any(start + size > limit for start, size, limit in zip(corner, piece.shape, shape)):
-            return None
-        lower.append(corner)
-        extent.append(piece.shape)
-    return BoxSet.of(lower, extent, len(shape))
+def _address_boxes(pieces, shard_shape) -> Optional[BoxSet]:
+    """The pieces as boxes of one grid over the shard's addresses, or None where there is no such grid.
+
+    All strides of the pieces and of the shard, each dividing the next larger one, are the strides of such a grid:
+    columns stored alternately, of strides (2 * n, 2), are boxes of a grid (rows, n, 2).
+    """
+    strides = {stride for piece in pieces for size, stride in zip(piece.shape, piece.dest_strides) if size > 1}
+    strides = sorted(strides | set(row_major_strides(shard_shape)) | {1}, reverse=True)
+    if strides[-1] < 1 or any(outer % inner for outer, inner in zip(strides, strides[1:])):
+        return None
+    grid = (-(-math.prod(shard_shape) // strides[0]), *(outer // inner for outer, inner in zip(strides, strides[1:])))
+    dim_by_stride = {stride: dim for dim, stride in enumerate(strides)}
+    lower = coordinates(np.array([piece.dest_offset for piece in pieces], dtype=np.int64), grid)
+    extent = np.ones_like(lower)
+    for row, piece in enumerate(pieces):
+        for size, stride in zip(piece.shape, piece.dest_strides):
+            if size > 1:
+                dim = dim_by_stride[stride]
+                if extent[row, dim] > 1:
+                    return None
+                extent[row, dim] = size
+    return BoxSet(lower, lower + extent) if np.all(lower + extent <= grid) else None
 
 
 def _runs(rank, pieces):
@@ -296,30 +331,31 @@ def _runs(rank, pieces):
     return np.concatenate(starts), np.concatenate(lengths), np.concatenate(owner)
 
 
-def check_coverage(logical_shape, pieces_by_rank) -> None:
+def check_coverage(logical_shape, pieces_by_rank, columns: PieceColumns) -> None:
     """Every element of the tensor is held, and each piece names exactly the ranks that hold its elements."""
-    missing = first_uncovered(logical_shape, pieces_by_rank)
-    if missing is not None:
-        raise CoverageError(f'the pieces leave elements of a parameter of shape {tuple(logical_shape)} uncovered, '
-                            f'starting at flat offset {missing}, so it cannot be rebuilt from its shards')
     try:
-        table = piece_table(piece_columns(pieces_by_rank), logical_shape)
+        table = piece_table(columns, logical_shape)
     except UnreadablePieceError:
-        _check_holders_elementwise(logical_shape, pieces_by_rank)
-    else:
-        check_cell_holders(table, *disjoint_cells(table.boxes))
+        _check_coverage_elementwise(logical_shape, pieces_by_rank)
+        return
+    cells, cell_index, row_index = disjoint_cells(table.boxes)
+    if sum(cells.volumes().tolist()) != math.prod(logical_shape):
+        shape = grid_shape(logical_shape)
+        corner = [start for start, _ in min(cells.uncovered(shape))]
+        raise _coverage_error(logical_shape, sum(np.multiply(corner, row_major_strides(shape)).tolist()))
+    check_cell_holders(table, cells, cell_index, row_index)
+
+
+def _coverage_error(logical_shape, offset) -> CoverageError:
+    return CoverageError(f'no rank holds the element at flat offset {offset} of the parameter of shape '
+                         f'{tuple(logical_shape)}, among others, so its shards do not make it up')
 
 
 def check_cell_holders(table: PieceTable, cells: BoxSet, cell_index: np.ndarray, row_index: np.ndarray) -> None:
-    """Each piece names exactly the ranks that hold its elements, and no rank holds an element twice.
+    """Each piece names exactly the ranks that hold its elements.
 
     ``cells`` and the index arrays are the ``disjoint_cells`` of the table's boxes.
     """
-    again = (cell_index[1:] == cell_index[:-1]) & (table.rank[row_index[1:]] == table.rank[row_index[:-1]])
-    if again.any():
-        at = int(np.argmax(again))
-        raise OverlapError(f'{table.describe(row_index[at])} and piece '
-                           f'{describe_box(table.boxes, row_index[at + 1])} hold the same elements of the parameter')
     holders = table.holders_by_cell(cell_index, row_index, len(cells.lower))
     for cell, row in zip(cell_index.tolist(), row_index.tolist()):
         if table.locations[row] != holders[cell]:
@@ -329,18 +365,6 @@ def check_cell_holders(table: PieceTable, cells: BoxSet, cell_index: np.ndarray,
 def _holder_error(who, locations, where, holders) -> HolderError:
     return HolderError(f'{who} names the holders {sorted(locations)}, but {where} is held by {sorted(holders)}; all '
                        'elements of a piece must have the same holders')
-
-
-def first_uncovered(logical_shape, pieces_by_rank) -> Optional[int]:
-    """Flat offset of an element that no rank holds, or None."""
-    try:
-        table = piece_table(piece_columns(pieces_by_rank), logical_shape)
-    except UnreadablePieceError:
-        return next(iter(uncovered_offsets(logical_shape, pieces_by_rank)), None)
-    if table.boxes.covers(grid_shape(logical_shape)):
-        return None
-    corner = [start for start, _ in min(table.boxes.uncovered(grid_shape(logical_shape)))]
-    return sum(start * stride for start, stride in zip(corner, row_major_strides(grid_shape(logical_shape))))
 
 
 def uncovered_offsets(logical_shape, pieces_by_rank) -> List[int]:
@@ -375,8 +399,10 @@ def holders_by_offset(logical_shape, pieces_by_rank) -> Dict[int, Set[int]]:
     return holders
 
 
-def _check_holders_elementwise(logical_shape, pieces_by_rank) -> None:
-    _walkable_numel(logical_shape)
+def _check_coverage_elementwise(logical_shape, pieces_by_rank) -> None:
+    missing = uncovered_offsets(logical_shape, pieces_by_rank)
+    if missing:
+        raise _coverage_error(logical_shape, missing[0])
     holders: Dict[int, FrozenSet[int]] = holders_by_offset(logical_shape, pieces_by_rank)
     for rank, pieces in pieces_by_rank.items():
         for piece in pieces:

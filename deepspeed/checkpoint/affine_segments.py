@@ -54,29 +54,47 @@ def coalesce(table: SegmentTable, max_passes: int) -> SegmentTable:
     ends up with one dimension, whatever box it came from, and then joins its neighbours. The result is sorted and
     depends on the set of copies only.
     """
-    order = np.lexsort((table.target_rank, table.source_rank))
-    table = table.take(order)
+    table = table.take(np.lexsort((table.target_rank, table.source_rank)))
     same = (table.source_rank[1:] == table.source_rank[:-1]) & (table.target_rank[1:] == table.target_rank[:-1])
     # A pair of ranks with a single copy, which is most of them in a large reshard, has nothing to join.
     several = np.zeros(table.count, dtype=bool)
     several[1:] |= same
     several[:-1] |= same
-    joined = _merged(collapse(_merged(table.take(several), max_passes)), max_passes)
+    # Boxes first: the end of a row joined to the start of the next one would no longer join along the rows.
+    joined = _merged(_distinct_dims(table.take(several)), max_passes, within_rows=True)
+    joined = _merged(collapse(_merged(joined, max_passes)), max_passes)
     single = collapse(table.take(~several))
     return SegmentTable(*(np.concatenate(columns) for columns in zip(joined, single))).sorted()
 
 
-def _merged(table: SegmentTable, max_passes: int) -> SegmentTable:
+def _distinct_dims(table: SegmentTable) -> SegmentTable:
+    """Of dimensions that step alike on both sides, as those around a size of 1 do, only the outermost one steps.
+
+    Otherwise copies that continue along one could be joined along the other, and would then fit no third one.
+    """
+    shape, source_strides, target_strides = (column.copy()
+                                             for column in (table.shape, table.source_strides, table.target_strides))
+    for dim in reversed(range(1, shape.shape[1])):
+        alike = (source_strides[:, dim] == source_strides[:, dim - 1]) & (target_strides[:, dim]
+                                                                          == target_strides[:, dim - 1])
+        shape[alike, dim - 1] *= shape[alike, dim]
+        shape[alike, dim] = 1
+        source_strides[alike, dim] = target_strides[alike, dim] = 0
+    return table._replace(shape=shape, source_strides=source_strides, target_strides=target_strides)
+
+
+def _merged(table: SegmentTable, max_passes: int, within_rows: bool = False) -> SegmentTable:
     for _ in range(max_passes):
         before = table.count
         for dim in reversed(range(table.shape.shape[1])):
-            table = _merge_along(table, dim)
+            table = _merge_along(table, dim, within_rows)
         if table.count == before:
             break
     return table
 
 
-def _merge_along(table: SegmentTable, dim: int) -> SegmentTable:
+def _merge_along(table: SegmentTable, dim: int, within_rows: bool) -> SegmentTable:
+    """Join copies along one dimension; ``within_rows``, only those in the same row of the next outer dimension."""
     if table.count < 2:
         return table
     source_step, target_step = table.source_strides[:, dim], table.target_strides[:, dim]
@@ -87,11 +105,13 @@ def _merge_along(table: SegmentTable, dim: int) -> SegmentTable:
     remainder = table.target_offset % np.maximum(target_step, 1)
     other_shape = table.shape.copy()
     other_shape[:, dim] = 0
-    keys = np.concatenate([
-        table.source_rank[:, None], table.target_rank[:, None], table.source_strides, table.target_strides,
-        other_shape, difference[:, None], remainder[:, None]
-    ],
-                          axis=1)
+    columns = [table.source_rank, table.target_rank, difference, remainder]
+    if within_rows:
+        columns += [
+            table.source_offset // _next_larger(table.source_strides, source_step),
+            table.target_offset // _next_larger(table.target_strides, target_step)
+        ]
+    keys = np.concatenate([np.stack(columns, axis=1), table.source_strides, table.target_strides, other_shape], axis=1)
     order = np.lexsort((table.target_offset, *keys.T))
     table, keys = table.take(order), keys[order]
     size = table.shape[:, dim]
@@ -102,6 +122,11 @@ def _merge_along(table: SegmentTable, dim: int) -> SegmentTable:
     joined = table.take(first)
     joined.shape[:, dim] = np.add.reduceat(size, first)
     return joined
+
+
+def _next_larger(strides: np.ndarray, step: np.ndarray) -> np.ndarray:
+    """Row by row the smallest stride above ``step``."""
+    return np.where(strides > step[:, None], strides, np.iinfo(np.int64).max).min(axis=1)
 
 
 def collapse(table: SegmentTable) -> SegmentTable:

@@ -38,7 +38,7 @@ class InvalidMapError(AffineTransferError):
 
 
 class UnsupportedLayoutError(AffineTransferError):
-    """The maps are sound, but hold a layout that has no plan: rebuild the parameter and shard it again."""
+    """A layout that this planner has no plan for: rebuild the parameter and shard it again."""
 
 
 class InvalidReplicaPolicyError(AffineTransferError):
@@ -47,9 +47,11 @@ class InvalidReplicaPolicyError(AffineTransferError):
 
 @dataclass(frozen=True)
 class PlanBudget:
-    """Limits on the size of one parameter's plan; reaching one raises AffineTransferError before the work is done.
+    """Limits on the size of one parameter's plan. More than one of them raises AffineTransferError, never a part of
+    the plan; ``max_ndim``, UnsupportedLayoutError.
 
-    They stop a map whose piece count is itself the fault. The defaults leave room for a parameter over 16,384 ranks.
+    The counts of pieces, pairs and merges are checked before the work that they stand for. The defaults leave room for
+    a parameter over 16,384 ranks.
     """
     max_ndim: int = 8
     max_pieces_per_map: int = 1 << 20
@@ -273,7 +275,7 @@ class _Geometry:
         _check_limit('bytes of plan', plan_bytes, 'max_plan_bytes', limits)
         return TransferPlan(segments=tuple(TransferSegment(*row) for row in segments.rows()),
                             logical_shape=self._logical_shape,
-                            moved_elements=int(np.prod(segments.shape, axis=1).sum()),
+                            moved_elements=sum(np.prod(segments.shape, axis=1).tolist()),
                             statistics=PlanStatistics(source_pieces=len(self._source.cells.lower),
                                                       target_pieces=len(self._target.table.rank),
                                                       pair_checks=self._pair_checks,
@@ -312,25 +314,40 @@ def _checked_side(side: str, map_: ParamAffineMap, limits: PlanBudget) -> _Side:
         check_shards(map_.shard_shapes, map_.pieces_by_rank, columns)
         table = piece_table(columns, map_.logical_shape)
         checked = _Side(table, *disjoint_cells(table.boxes))
+        _check_held_once(side, checked)
         check_cell_holders(*checked)
     except UnreadablePieceError as error:
         raise UnsupportedLayoutError(f'{side}: {error}') from error
     except AffineMapError as error:
         raise InvalidMapError(f'{side}: {error}') from error
-    covered = int(checked.cells.volumes().sum())
+    covered = sum(checked.cells.volumes().tolist())
     if covered != map_.numel:
         raise InvalidMapError(f'{side}: the pieces cover {covered} of the {map_.numel} elements of a parameter of '
                               f'shape {map_.logical_shape}')
     return checked
 
 
+def _check_held_once(side: str, checked: _Side) -> None:
+    """A rank that holds an element twice would leave open which of the two is read, or whether both are written."""
+    table, _, cell_index, row_index = checked
+    again = (cell_index[1:] == cell_index[:-1]) & (table.rank[row_index[1:]] == table.rank[row_index[:-1]])
+    if again.any():
+        at = int(np.argmax(again))
+        raise InvalidMapError(f'{side}: {table.describe(row_index[at])} and {table.describe(row_index[at + 1])} hold '
+                              'the same elements of the parameter')
+
+
 def _check_pieces(side: str, map_: ParamAffineMap, limits: PlanBudget) -> None:
     ndim = len(map_.logical_shape)
-    _check_limit(f'dimensions of the {side}', ndim, 'max_ndim', limits)
+    if ndim > limits.max_ndim:
+        raise UnsupportedLayoutError(f'{side}: the parameter has {ndim} dimensions, more than max_ndim = '
+                                     f'{limits.max_ndim} of the PlanBudget')
     count = sum(len(pieces) for pieces in map_.pieces_by_rank.values())
     _check_limit(f'pieces of the {side}', count, 'max_pieces_per_map', limits)
     for rank, pieces in map_.pieces_by_rank.items():
         for piece in pieces:
+            if not piece.numel and 0 in map_.shard_shapes.get(rank, ()):
+                continue
             if len(piece.shape) != ndim:
                 fault = f'it has {len(piece.shape)} dimensions, the parameter {ndim}'
             elif not piece.locations:

@@ -108,6 +108,7 @@ def _report(function, rank, world_size, args, folder, timeout, init_world, outco
 def _collect(processes, outcomes, timeout, folder):
     deadline = time.monotonic() + timeout
     results, failures = {}, {}
+    silent_since = {}
     while len(results) + len(failures) < len(processes):
         try:
             rank, error, result = outcomes.get(timeout=0.2)
@@ -115,8 +116,10 @@ def _collect(processes, outcomes, timeout, folder):
             for rank, process in enumerate(processes):
                 if rank in results or rank in failures:
                     continue
-                if process.exitcode not in (None, 0):
-                    failures[rank] = f'exited with code {process.exitcode}{_signal_name(process.exitcode)}'
+                if process.exitcode is not None:
+                    # What it returned may still be on its way.
+                    if time.monotonic() - silent_since.setdefault(rank, time.monotonic()) > 2:
+                        failures[rank] = f'exited with code {process.exitcode}{_signal_name(process.exitcode)}'
                 elif time.monotonic() > deadline:
                     failures[rank] = f'not done, killed in\n{_stacks(process, folder, rank)}'
             continue

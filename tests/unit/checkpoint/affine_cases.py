@@ -55,8 +55,10 @@ def assert_sound(map_):
     assert sorted(holders) == list(range(map_.numel))
     for rank, pieces in map_.pieces_by_rank.items():
         for piece in pieces:
-            for label in piece.source_offsets():
-                assert holders[label] == piece.locations, (rank, piece, label)
+            if piece.numel:
+                held = strided(labels((map_.numel, )), piece.shape, piece.source_offset, piece.source_strides)
+                for label in held.reshape(-1).tolist():
+                    assert holders[label] == piece.locations, (rank, piece, label)
 
 
 def run_plan(plan, source_map, target_map):
@@ -140,7 +142,11 @@ def zero_ranges(draw, numel, first_location=0):
 @st.composite
 def nested_parts(draw, shape):
     """An outer map and the ZeRO map of each of its shards, in the shard's shape or flattened."""
-    outer = draw(outer_maps(shape))
+    kind = draw(st.sampled_from(['outer', 'outer', 'zero', 'transposed']))
+    if kind == 'zero':
+        outer = flat_range_map(shape, draw(zero_ranges(math.prod(shape))))
+    else:
+        outer = draw(outer_maps(shape) if kind == 'outer' else transposed_maps(shape))
     inner, first_location = {}, 0
     for rank, shard_shape in sorted(outer.shard_shapes.items()):
         numel = math.prod(shard_shape)
@@ -173,8 +179,25 @@ def transposed_maps(draw, shape):
 
 
 @st.composite
+def permuted_maps(draw, shape):
+    """A layout whose pieces list the dimensions of the parameter in another order."""
+    straight = draw(outer_maps(shape))
+    order = draw(st.permutations(range(len(shape))))
+
+    def permuted(piece):
+        shape, source, dest = ([row[dim] for dim in order]
+                               for row in (piece.shape, piece.source_strides, piece.dest_strides))
+        return AffinePiece(shape, piece.source_offset, source, piece.dest_offset, dest, piece.locations)
+
+    pieces = {rank: [permuted(piece) for piece in held] for rank, held in straight.pieces_by_rank.items()}
+    return ParamAffineMap(straight.logical_shape, straight.shard_shapes, pieces)
+
+
+@st.composite
 def any_maps(draw, shape):
-    kind = draw(st.sampled_from(['outer', 'zero', 'nested', 'transposed']))
+    kind = draw(st.sampled_from(['outer', 'zero', 'nested', 'transposed', 'permuted']))
+    if kind == 'permuted':
+        return draw(permuted_maps(shape))
     if kind == 'outer':
         return draw(outer_maps(shape))
     if kind == 'zero':

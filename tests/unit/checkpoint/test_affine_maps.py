@@ -170,20 +170,20 @@ def piece(shape, source, dest, locations):
 
 
 FAULTS = [
-    ('too few elements', ShardSizeError, 'rank 0.*has 3 elements.*account for 2',
+    ('too few elements', ShardSizeError, 'rank 0.*has 3 elements.*its pieces have 2',
      ((3, ), {0: (3, )}, {0: [piece((2, ), (0, (1, )), (0, (1, )), [0])]})),
     ('past the shard', OutOfBoundsError, 'rank 0.*elements 1 to 2, outside the shard of 2',
      ((2, ), {0: (2, )}, {0: [piece((2, ), (0, (1, )), (1, (1, )), [0])]})),
-    ('shard element twice', OverlapError, 'rank 0.*both write shard element',
+    ('shard element twice', OverlapError, 'rank 0.*write the same element',
      ((4, ), {0: (4, )}, {0: [piece((3, ), (0, (1, )), (0, (1, )), [0]), piece((1, ), (3, (1, )), (1, (1, )), [0])]})),
-    ('strided shard element twice', OverlapError, 'rank 0.*both write shard element',
+    ('strided shard element twice', OverlapError, 'rank 0.*write the same element',
      ((2, 2), {0: (2, 2)}, {0: [piece((2, 1), (0, (2, 1)), (0, (2, 1)), [0]),
                                 piece((2, 1), (1, (2, 1)), (0, (2, 1)), [0])]})),
     ('broadcast shard', OverlapError, 'rank 0',
      ((2, ), {0: (2, )}, {0: [piece((2, ), (0, (1, )), (0, (0, )), [0])]})),
     ('past the parameter', OutOfBoundsError, r'rank 0.*outside the full tensor of shape \(2,\)',
      ((2, ), {0: (2, )}, {0: [piece((2, ), (1, (1, )), (0, (1, )), [0])]})),
-    ('hole', CoverageError, 'uncovered, starting at flat offset 2',
+    ('hole', CoverageError, 'no rank holds the element at flat offset 2',
      ((3, ), {0: (2, )}, {0: [piece((2, ), (0, (1, )), (0, (1, )), [0])]})),
     ('replica not named', HolderError, r'names the holders \[0\].*held by \[0, 1\]',
      ((2, ), {0: (2, ), 1: (2, )}, {rank: [piece((2, ), (0, (1, )), (0, (1, )), [0])] for rank in (0, 1)})),
@@ -191,7 +191,7 @@ FAULTS = [
      ((2, ), {0: (2, )}, {0: [piece((2, ), (0, (1, )), (0, (1, )), [0, 7])]})),
     ('rank without shard', RankIdError, 'rank 4 has pieces but no shard shape',
      ((2, ), {0: (2, )}, {0: [piece((2, ), (0, (1, )), (0, (1, )), [0])], 4: []})),
-    ('shard without pieces', ShardSizeError, 'rank 1.*has 2 elements.*account for 0',
+    ('shard without pieces', ShardSizeError, 'rank 1.*has 2 elements.*its pieces have 0',
      ((2, ), {0: (2, ), 1: (2, )}, {0: [piece((2, ), (0, (1, )), (0, (1, )), [0])]})),
 ]  # yapf: disable
 
@@ -202,6 +202,130 @@ def test_a_contradictory_map_is_refused_by_the_kind_of_its_fault(error, message,
     with pytest.raises(error, match=message):
         ParamAffineMap(*arguments).validate_coverage()
     assert issubclass(error, AffineMapError) and issubclass(error, ValueError)
+
+
+@st.composite
+def shards_of_random_pieces(draw):
+    """One shard of a flat parameter, made of pieces with strides of any kind; mostly contradictory."""
+    numel = draw(st.integers(1, 12))
+    pieces, total = [], 0
+    for _ in range(draw(st.integers(1, 3))):
+        shape = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+        strides = [draw(st.integers(0, 6)) for _ in shape]
+        pieces.append(piece(shape, (0, strides), (draw(st.integers(0, 4)), strides), [0]))
+        total += math.prod(shape)
+    numel = draw(st.sampled_from([numel, total]))
+    return ParamAffineMap((1000, ), {0: (numel, )}, {0: pieces})
+
+
+@given(shards_of_random_pieces())
+def test_a_shard_is_accepted_exactly_when_its_pieces_write_each_element_once(map_):
+    written = []
+    for held in map_.pieces_by_rank[0]:
+        for index in np.ndindex(held.shape):
+            written.append(held.dest_offset + sum(at * stride for at, stride in zip(index, held.dest_strides)))
+    if sorted(written) == list(range(map_.shard_shapes[0][0])):
+        map_.validate()
+    else:
+        with pytest.raises(AffineMapError, match='rank 0'):
+            map_.validate()
+
+
+@pytest.mark.parametrize('shape, strides', [((2, 3), (5, 0)), ((2, 2, 2), (5, 1, 1))])
+def test_a_shard_that_repeats_elements_within_a_span_of_its_size_is_refused(shape, strides):
+    source_strides = replicated_map(shape, 1).pieces_by_rank[0][0].source_strides
+    with pytest.raises(OverlapError, match='rank 0'):
+        ParamAffineMap(shape, {0: shape}, {0: [piece(shape, (0, source_strides), (0, strides), [0])]}).validate()
+
+
+def test_a_piece_may_step_through_a_dimension_of_one_index_under_its_neighbours_stride():
+    map_ = ParamAffineMap((3, 1), {0: (3, )}, {0: [piece((1, 3), (0, (1, 1)), (0, (3, 1)), [0])]})
+    assert_sound(map_)
+    assert held(map_) == {0: [0, 1, 2]}
+
+
+def test_a_rank_may_hold_an_element_twice():
+    map_ = block_gather_map((4, ), {0: [0, 1, 0]}, 2, 0)
+    map_.validate_coverage()
+    assert held(map_) == {0: [0, 1, 2, 3, 0, 1]}
+    full = torch.arange(4.)
+    assert torch.equal(map_.rebuild({0: map_.extract(full, 0)}), full)
+    with pytest.raises(ValueError, match='differs'):
+        map_.rebuild({0: torch.tensor([0., 1., 2., 3., 0., 9.])})
+
+
+def test_columns_stored_alternately_are_checked_by_their_strides():
+    # 58 million elements in runs of one: far above what is walked element by element.
+    rows, columns = 7168, 4096
+    map_ = ParamAffineMap((rows, 2 * columns), {0: (rows, 2 * columns)}, {
+        0:
+        [piece((rows, columns), (half * columns, (2 * columns, 1)), (half, (2 * columns, 2)), [0]) for half in (0, 1)]
+    })
+    map_.validate_coverage()
+    twice = [
+        map_.pieces_by_rank[0][0],
+        piece((rows, columns), (columns, (2 * columns, 1)), (0, (2 * columns, 2)), [0])
+    ]
+    with pytest.raises(OverlapError, match='rank 0'):
+        ParamAffineMap(map_.logical_shape, map_.shard_shapes, {0: twice}).validate()
+
+
+@pytest.mark.parametrize('shape, source, dest', [
+    ((2, ), (1 << 63, (1, )), (0, (1, ))),
+    ((2, ), (0, (1, )), (0, (1 << 63, ))),
+    ((1 << 32, 1 << 32), (0, (0, 0)), (0, (0, 0))),
+])
+def test_numbers_beyond_64_bits_are_refused_by_name(shape, source, dest):
+    with pytest.raises(AffineMapError, match='rank 0'):
+        ParamAffineMap((4, ), {0: (2, )}, {0: [piece(shape, source, dest, [0])]}).validate()
+
+
+def test_a_parameter_beyond_64_bits_is_refused():
+    with pytest.raises(AffineMapError, match='beyond 2.*62 elements'):
+        replicated_map((1 << 32, 1 << 32), 1).validate_coverage()
+
+
+def test_a_rank_without_pieces_survives_the_dictionary_form_and_one_without_shard_is_refused():
+    map_ = ParamAffineMap((2, ), {0: (2, ), 1: (0, )}, {0: [piece((2, ), (0, (1, )), (0, (1, )), [0])]})
+    assert ParamAffineMap.from_dict(map_.to_dict()) == map_
+    orphan = ParamAffineMap((2, ), {0: (2, )}, {5: map_.pieces_by_rank[0]})
+    with pytest.raises(RankIdError, match='rank 5'):
+        orphan.to_dict()
+    with pytest.raises(RankIdError, match='rank 5'):
+        nest_affine_maps(orphan, {0: flat_range_map((2, ), {0: (0, 2)})})
+
+
+def test_nothing_nests_in_a_map_without_shards():
+    empty = ParamAffineMap((0, ), {}, {})
+    assert nest_affine_maps(empty, {}) == empty
+    with pytest.raises(RankIdError, match='no shard'):
+        empty.rebuild({})
+
+
+def test_replicas_cut_along_rows_and_along_columns_meet_in_cells():
+    size = 64
+    nested = nest_affine_maps(
+        replicated_map((size, size), 2), {
+            0: contiguous_split_map((size, size), [1] * size, 0),
+            1: shifted(contiguous_split_map((size, size), [1] * size, 1), size)
+        })
+    assert all(len(pieces) == size for pieces in nested.pieces_by_rank.values())
+    nested.validate_coverage()
+    assert nested.pieces_by_rank[3][5].locations == {3, size + 5}
+
+
+def shifted(map_, by):
+    """The same layout at locations ``by`` further on."""
+    return ParamAffineMap(map_.logical_shape, {
+        rank + by: shape
+        for rank, shape in map_.shard_shapes.items()
+    }, {
+        rank + by: [
+            piece(held.shape, (held.source_offset, held.source_strides),
+                  (held.dest_offset, held.dest_strides), [rank + by]) for held in pieces
+        ]
+        for rank, pieces in map_.pieces_by_rank.items()
+    })
 
 
 def test_coverage_faults_are_assertion_errors_too():
@@ -224,6 +348,13 @@ def test_bad_arguments_of_builders_are_refused():
         nest_affine_maps(outer, {0: flat_range_map((2, ), {0: (0, 2)})})
     with pytest.raises(RankIdError, match='location 0 already'):
         nest_affine_maps(outer, {rank: flat_range_map((2, ), {0: (0, 2)}) for rank in range(2)})
+    with pytest.raises(ShardSizeError, match=r'sub-parameter 1 has 2 elements.*\[1\]'):
+        sub_param_map((6, ), [4, 2], [[2, 2], [1]], 0)
+    with pytest.raises(ShardSizeError, match='2 sub-parameters, but widths of 3'):
+        sub_param_map((6, ), [4, 2], [[2, 2], [1, 1], [9, 9]], 0)
+    with pytest.raises(UnreadablePieceError, match='outer rank 0, location 0.*contiguous range'):
+        nest_affine_maps(replicated_map((2, 2), 1),
+                         {0: ParamAffineMap((4, ), {0: (4, )}, {0: [piece((2, 2), (0, (1, 2)), (0, (2, 1)), [0])]})})
     with pytest.raises(ShardSizeError, match=r'outer rank 1.*\(2,\).*\(3,\)'):
         nest_affine_maps(outer, {rank: flat_range_map((2 + rank, ), {rank: (0, 2 + rank)}) for rank in range(2)})
 
@@ -258,7 +389,7 @@ def test_pieces_that_are_no_boxes_are_checked_element_by_element():
     assert map_.uncovered_offsets() == []
     partial = ParamAffineMap((3, 3), {0: (3, )}, {0: map_.pieces_by_rank[0]})
     assert partial.uncovered_offsets() == [1, 2, 3, 5, 6, 7]
-    with pytest.raises(CoverageError, match='flat offset 1'):
+    with pytest.raises(CoverageError, match='element at flat offset 1'):
         partial.validate_coverage()
 
 

@@ -206,9 +206,9 @@ REFUSALS = [
      ParamAffineMap((2, 3), {0: (2, 3)}, {0: [AffinePiece((-2, -3), 0, (3, 1), 0, (3, 1), [0])]})),
     ('wrong holders', InvalidMapError, 'source.*names the holders', GOOD,
      ParamAffineMap((2, 3), {0: (2, 3)}, {0: [AffinePiece((2, 3), 0, (3, 1), 0, (3, 1), [0, 1])]})),
-    ('shard not filled', InvalidMapError, 'target: rank 0.*12 elements.*account for 6',
+    ('shard not filled', InvalidMapError, 'target: rank 0.*12 elements.*its pieces have 6',
      ParamAffineMap((2, 3), {0: (4, 3)}, GOOD.pieces_by_rank), GOOD),
-    ('broadcast target', InvalidMapError, 'target: rank 0.*both write',
+    ('broadcast target', InvalidMapError, 'target: rank 0.*write the same',
      ParamAffineMap((2, 3), {0: (2, 3)}, {0: [AffinePiece((2, 3), 0, (3, 1), 0, (0, 1), [0])]}), GOOD),
     ('scaled source', UnsupportedLayoutError, 'source rank 0.*scaled', GOOD, replicated_map((2, 3), 1, scale=0.5)),
     ('scaled target', UnsupportedLayoutError, 'target rank 0.*scaled', replicated_map((2, 3), 1, scale=0.5), GOOD),
@@ -227,7 +227,6 @@ def test_maps_without_a_plan_are_refused(error, message, target, source):
 
 
 @pytest.mark.parametrize('limit', [
-    dict(max_ndim=1),
     dict(max_pieces_per_map=1),
     dict(max_pair_checks=3),
     dict(max_segments=3),
@@ -240,6 +239,51 @@ def test_a_budget_that_is_reached_is_an_error_and_never_a_shorter_plan(limit):
     with pytest.raises(AffineTransferError, match=next(iter(limit))) as caught:
         plan_transfer(target, source, PlanBudget(**limit))
     assert type(caught.value) is AffineTransferError
+
+
+def test_more_dimensions_than_the_budget_has_are_an_unsupported_layout():
+    with pytest.raises(UnsupportedLayoutError, match='9 dimensions, more than max_ndim = 8'):
+        plan_transfer(replicated_map((1, ) * 9, 1), replicated_map((1, ) * 9, 1))
+
+
+def test_an_empty_shard_is_planned_whatever_its_pieces_say():
+    source = replicated_map((0, 4), 2, scale=0.5)
+    assert plan_transfer(replicated_map((0, 4), 1), source).segments == ()
+
+
+def test_moved_elements_are_counted_beyond_64_bits():
+    shape = (1 << 30, 1 << 31)
+    plan = plan_transfer(replicated_map(shape, 8), contiguous_split_map(shape, [1 << 29] * 2, 0))
+    assert plan.moved_elements == 8 << 61
+
+
+def test_columns_of_a_shard_join_along_its_rows_before_the_ends_of_rows_join():
+    # Columns 0 to 3 and 5 come from rank 0, column 4 from rank 1: the end of a row and the start of the next one are
+    # neighbours in both shards.
+    shape = (2, 6, 2)
+    source = ParamAffineMap(shape, {
+        0: (2, 5, 2),
+        1: (2, 1, 2)
+    }, {
+        0: [
+            AffinePiece((2, 4, 2), 0, (12, 2, 1), 0, (10, 2, 1), [0]),
+            AffinePiece((2, 1, 2), 10, (12, 2, 1), 8, (10, 2, 1), [0])
+        ],
+        1: [AffinePiece((2, 1, 2), 8, (12, 2, 1), 0, (2, 2, 1), [1])]
+    })
+    target = ParamAffineMap(
+        shape, {1: shape},
+        {1: [AffinePiece((1, 6, 2), row * 12, (12, 2, 1), row * 12, (12, 2, 1), [1]) for row in range(2)]})
+    assert len(plan_transfer(target, source).segments) == 3
+
+
+def test_pieces_around_a_dimension_of_one_index_join():
+    strides = (6, 3, 3, 1)
+    pieces = [((5, 1, 1, 2), 0), ((5, 1, 1, 2), 3), ((5, 2, 1, 1), 2)]
+    target = ParamAffineMap(
+        (5, 2, 1, 3), {0: (5, 2, 1, 3)},
+        {0: [AffinePiece(shape, offset, strides, offset, strides, [0]) for shape, offset in pieces]})
+    assert len(plan_transfer(target, contiguous_split_map((5, 2, 1, 3), [2, 3], 0)).segments) == 2
 
 
 def test_a_layout_of_16384_ranks_stays_within_the_default_budget():
