@@ -1,0 +1,201 @@
+# Copyright (c) DeepSpeed Team.
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""What the ranks of a transfer tell each other besides its payload: that all may begin, that all are done, or why not.
+
+Each exchange gathers one row of a few integers from every rank, always of the same size, so every rank reads the same
+rows and draws the same conclusion, even where one constructs an executor while another one executes. Only when a rank
+must explain itself does a second exchange follow, of text.
+
+Ranks may hold plans cut down to their own segments, so plans are never compared as wholes. The sender of each pair
+adds a hash of what it will send to its row, the receiver subtracts the hash of what it expects, and the sum over all
+rows vanishes when every pair agrees (128 bits, as two sums modulo 2**64).
+"""
+
+import hashlib
+import json
+import secrets
+from typing import Dict, List, Mapping, NamedTuple, Optional, Tuple
+
+import numpy as np
+import torch
+
+from .affine_transfer_schedule import AffineTransferExecutionError, PairDigest
+from .affine_transfer_transport import Transport
+
+__all__ = ['Agreement', 'Terms']
+
+_CONSTRUCT, _OPEN, _CLOSE = range(3)
+_WORD = 1 << 64
+_CAUSE_BYTES = 1024
+_DIFFERENCES_TOLD = 4
+
+
+class _Status(NamedTuple):
+    """One rank's row: what it is doing, whether it refuses, and the hashes of what it holds (0 when executing)."""
+    phase: int
+    executor: int
+    refuses: int = 0
+    settings: int = 0
+    pairs_low: int = 0
+    pairs_high: int = 0
+
+    def doing(self) -> str:
+        return ('constructs an executor', f'begins executor {self.executor:016x}',
+                f'ends executor {self.executor:016x}')[self.phase]
+
+
+class Terms(NamedTuple):
+    """What must agree between ranks: settings by name on all of them, and per pair its segments on both ends.
+
+    ``endpoints`` need not be equal (a rank may leave out what it does not meet); they are told where pairs differ.
+    """
+    settings: Dict[str, str]
+    endpoints: str
+    sends: Mapping[int, PairDigest]
+    receives: Mapping[int, PairDigest]
+
+
+class Agreement:
+    """The status exchanges of one executor. All methods are called by every rank of the group.
+
+    They raise AffineTransferExecutionError on every rank alike, after which the group is as usable as before, or
+    RuntimeError when the transport failed.
+    """
+
+    def __init__(self, transport: Transport):
+        self._transport = transport
+        self._row = torch.zeros(len(_Status._fields), dtype=torch.int64)
+        self._table = torch.zeros((transport.size, len(_Status._fields)), dtype=torch.int64)
+        # Made once, so that an exchange allocates no tensor.
+        self._rows = list(self._table)
+        self._row_values, self._table_values = self._row.numpy(), self._table.numpy()
+        self._executor = 0
+
+    def construct(self, fault: Optional[Exception], terms: Optional[Terms]) -> None:
+        """Agree on the terms and on a number for the executor, or pass on why this rank cannot build one."""
+        # The executor's number is the sum of what all ranks draw: the same on all, and no other executor's.
+        drawn = secrets.randbelow(_WORD)
+        hashes = (0, 0, 0) if terms is None else (_hash_of(terms.settings), *_sum_of_pairs(terms))
+        statuses = self._exchange(_Status(_CONSTRUCT, drawn, int(fault is not None), *hashes))
+        self._raise_if_any_refuses(statuses, fault)
+        settings_differ = len({status.settings for status in statuses}) > 1
+        pairs_differ = any(sum(status[lane] for status in statuses) % _WORD for lane in (4, 5))
+        if settings_differ or pairs_differ:
+            raise _disagreement(_differences([json.loads(text) for text in self._gather_text(_as_json(terms))]))
+        self._executor = sum(status.executor for status in statuses) % _WORD
+
+    def open(self, fault: Optional[Exception]) -> None:
+        """Agree that every rank begins this call of ``execute``, or pass on why this rank refuses to."""
+        statuses = self._exchange(_Status(_OPEN, self._executor, int(fault is not None)))
+        self._raise_if_any_refuses(statuses, fault)
+
+    def close(self) -> None:
+        """Learn that every rank has moved its part of this call; RuntimeError where one is elsewhere."""
+        try:
+            self._exchange(_Status(_CLOSE, self._executor))
+        except AffineTransferExecutionError as error:
+            raise RuntimeError(str(error)) from error
+
+    def _exchange(self, status: _Status) -> List[_Status]:
+        self._row_values[:] = [_signed(value) for value in status]
+        try:
+            self._transport.all_gather(self._rows, self._row)
+        except RuntimeError as error:
+            raise RuntimeError(f'exchanging status with all ranks: {error}') from error
+        statuses = [_Status._make([value % _WORD for value in row]) for row in self._table_values.tolist()]
+        if len({status[:1] if status.phase == _CONSTRUCT else status[:2] for status in statuses}) > 1:
+            raise _disagreement([f'rank {rank} {status.doing()}' for rank, status in enumerate(statuses)])
+        return statuses
+
+    def _raise_if_any_refuses(self, statuses: List[_Status], fault: Optional[Exception]) -> None:
+        if not any(status.refuses for status in statuses):
+            return
+        causes = self._gather_text(_text_of(fault), _CAUSE_BYTES)
+        told = '; '.join(f'rank {rank}: {text}' for rank, text in enumerate(causes) if statuses[rank].refuses)
+        raise AffineTransferExecutionError(f'transfer refused before it began: {told}') from fault
+
+    def _gather_text(self, text: str, limit_bytes: Optional[int] = None) -> List[str]:
+        """Every rank's text, cut to ``limit_bytes``; without a limit, the longest one's size is found out first."""
+        encoded = np.frombuffer(text.encode(), dtype=np.uint8)[:limit_bytes]
+        if limit_bytes is None:
+            sizes = torch.zeros(self._transport.size, dtype=torch.int64)
+            self._transport.all_gather(list(sizes.split(1)), torch.tensor([len(encoded)]))
+            limit_bytes = int(sizes.max())
+        row = torch.zeros(limit_bytes, dtype=torch.uint8)
+        row.numpy()[:len(encoded)] = encoded
+        rows = torch.zeros((self._transport.size, limit_bytes), dtype=torch.uint8)
+        self._transport.all_gather(list(rows), row)
+        return [row.numpy().tobytes().rstrip(b'\0').decode(errors='ignore') for row in rows]
+
+
+def _text_of(fault: Optional[Exception]) -> str:
+    if fault is None or isinstance(fault, AffineTransferExecutionError):
+        return str(fault or '')
+    return f'{type(fault).__name__}: {fault}'
+
+
+def _signed(word: int) -> int:
+    return word - _WORD if word >= _WORD // 2 else word
+
+
+def _hash_of(settings: Mapping[str, str]) -> int:
+    return int.from_bytes(hashlib.blake2b(json.dumps(settings).encode(), digest_size=8).digest(), 'little')
+
+
+def _sum_of_pairs(terms: Terms) -> Tuple[int, int]:
+    """The two words of this rank's share in the sum over all pairs."""
+    signed = [(1, pair.value) for pair in terms.sends.values()] + [(-1, pair.value)
+                                                                   for pair in terms.receives.values()]
+    return (sum(sign * (value % _WORD)
+                for sign, value in signed) % _WORD, sum(sign * (value // _WORD) for sign, value in signed) % _WORD)
+
+
+def _as_json(terms: Terms) -> str:
+    sends, receives = ({
+        peer: [pair.segments, pair.elements, pair.value]
+        for peer, pair in side.items()
+    } for side in (terms.sends, terms.receives))
+    return json.dumps({'settings': terms.settings, 'endpoints': terms.endpoints, 'sends': sends, 'receives': receives})
+
+
+def _differences(told: List[dict]) -> List[str]:
+    """What differs between the terms that each rank told: the settings first, then pair by pair."""
+    differences = []
+    for name in told[0]['settings']:
+        ranks_by_value: Dict[str, List[int]] = {}
+        for rank, terms in enumerate(told):
+            ranks_by_value.setdefault(terms['settings'][name], []).append(rank)
+        if len(ranks_by_value) > 1:
+            values = ', '.join(f'{value} on {_ranks(ranks)}' for value, ranks in ranks_by_value.items())
+            differences.append(f'{name}: {values}')
+    pairs = {(rank, int(peer)) for rank, terms in enumerate(told) for peer in terms['sends']}
+    pairs |= {(int(peer), rank) for rank, terms in enumerate(told) for peer in terms['receives']}
+    for source, target in sorted(pairs):
+        sent, expected = told[source]['sends'].get(str(target)), told[target]['receives'].get(str(source))
+        if sent != expected:
+            same_endpoints = told[source]['endpoints'] == told[target]['endpoints']
+            differences.append(f'rank {source} sends {_pair(sent)} to rank {target}, which expects {_pair(expected)}'
+                               f'{_why(sent, expected)}; their endpoints {"agree" if same_endpoints else "differ"}')
+    return differences
+
+
+def _ranks(ranks: List[int]) -> str:
+    return f'rank {ranks[0]}' if len(ranks) == 1 else f'ranks {", ".join(map(str, ranks))}'
+
+
+def _pair(pair: Optional[List[int]]) -> str:
+    return 'nothing' if pair is None else f'{pair[0]} segments of {pair[1]} elements'
+
+
+def _why(sent: Optional[List[int]], expected: Optional[List[int]]) -> str:
+    same_sums = sent is not None and expected is not None and sent[:2] == expected[:2]
+    return ' at other addresses, of other parameters or in another order' if same_sums else ''
+
+
+def _disagreement(differences: List[str]) -> AffineTransferExecutionError:
+    told = differences[:_DIFFERENCES_TOLD]
+    if len(differences) > len(told):
+        told.append(f'and {len(differences) - len(told)} more')
+    return AffineTransferExecutionError(f'ranks disagree about the transfer schedule: {"; ".join(told)}')

@@ -1,0 +1,271 @@
+# Copyright (c) DeepSpeed Team.
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""Which tensors may stand for the shards of a transfer, and how a shard's elements are addressed in them.
+
+A plan addresses a shard's row-major storage. The tensor passed for it may be that storage (contiguous, in the shard's
+shape or flat), or any view of the shard's shape with strides of its own: a column window of a fused weight, a
+transposed weight. Everything is decided from shapes, strides and addresses; no element is read here.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+
+import numpy as np
+import torch
+
+from .affine_transfer_schedule import AffineTransferExecutionError, ShardKey, of_parameter
+
+__all__ = [
+    'Shard', 'shards_of', 'collect', 'signature', 'check_buffers', 'check_disjoint', 'Axis', 'Copy', 'axes_of',
+    'readdress'
+]
+
+# np.shares_memory solves an integer equation. Real views take it a handful of steps; it raises when it needs more.
+_OVERLAP_STEPS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a buffer stands for: the shard's shape, None where the plan does not tell, and how far segments reach."""
+    shape: Optional[Tuple[int, ...]]
+    extent: int
+
+
+def shards_of(shapes_by_name: Mapping[str, Mapping[int, Sequence[int]]], ranks: Mapping[int, int], rank: int,
+              extents: Mapping[ShardKey, int]) -> Dict[ShardKey, Shard]:
+    """The shards of one side that ``rank`` may pass buffers for: those that it is bound to and that hold something.
+
+    ``extents`` has the shards that segments of this rank touch. Raises AffineTransferExecutionError when a segment
+    reaches past the end of its shard.
+    """
+    shards = {key: Shard(None, extent) for key, extent in extents.items()}
+    for name, shapes in shapes_by_name.items():
+        for location, shape in shapes.items():
+            if ranks.get(location) != rank or prod(shape) == 0:
+                continue
+            extent = extents.get((name, location), 0)
+            if extent > prod(shape):
+                raise AffineTransferExecutionError(
+                    f'the plan{of_parameter(name)} addresses {extent} elements of location {location}, whose shard '
+                    f'{tuple(shape)} has {prod(shape)}')
+            shards[name, location] = Shard(tuple(shape), extent)
+    return shards
+
+
+def collect(side: str, buffers: Mapping[str, Mapping[int, torch.Tensor]]) -> Dict[ShardKey, torch.Tensor]:
+    """The buffers of one side by shard, without those of no elements, which ZeRO leaves where it holds nothing.
+
+    Raises AffineTransferExecutionError for what is no strided tensor.
+    """
+    tensors: Dict[ShardKey, torch.Tensor] = {}
+    for name, by_location in buffers.items():
+        for location, tensor in by_location.items():
+            if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+                raise AffineTransferExecutionError(f'{_buffer(side, name, location)} is no strided tensor but a '
+                                                   f'{type(tensor).__name__}')
+            if tensor.numel() > 0:
+                tensors[name, location] = tensor
+    return tensors
+
+
+def signature(tensors: Mapping[ShardKey, torch.Tensor]) -> Tuple:
+    """All that the checks below read of collected buffers: where signatures are equal, so is their answer."""
+    return tuple((key, type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.data_ptr(),
+                  tensor.is_conj(), tensor.is_neg()) for key, tensor in tensors.items())
+
+
+def check_buffers(side: str, tensors: Mapping[ShardKey, torch.Tensor], shards: Mapping[ShardKey, Shard],
+                  dtype: torch.dtype) -> None:
+    """Refuse the first buffer that is missing, belongs to another rank, or cannot stand for its shard.
+
+    Raises AffineTransferExecutionError.
+    """
+    for key, tensor in tensors.items():
+        what = _buffer(side, *key)
+        if key not in shards:
+            mine = sorted(location for name, location in shards if name == key[0])
+            raise AffineTransferExecutionError(f"{what} is foreign: this rank's {side} locations are {mine}")
+        _check_storage(what, tensor, dtype)
+        _check_shape(what, tensor, shards[key])
+    for key, shard in shards.items():
+        if shard.extent > 0 and key not in tensors:
+            raise AffineTransferExecutionError(f'{_buffer(side, *key)} is missing or empty: {shard.extent} elements '
+                                               'or more of it take part')
+
+
+def _buffer(side: str, name: str, location: int) -> str:
+    return f'the {side} buffer of location {location}{of_parameter(name)}'
+
+
+def _check_storage(what: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype != dtype:
+        raise AffineTransferExecutionError(f'{what} has dtype {tensor.dtype}, expected {dtype}')
+    if tensor.device.type != 'cpu':
+        raise AffineTransferExecutionError(
+            f'{what} is on device {tensor.device}, and only host memory can be moved so far')
+    # A DTensor or another wrapper has no storage of the shape it shows; a lazy conjugate or negative view shows other
+    # values than it stores.
+    if hasattr(tensor, '__tensor_flatten__') or tensor.is_conj() or tensor.is_neg():
+        raise AffineTransferExecutionError(f'{what} does not store the values it shows: pass the plain local tensor '
+                                           f'instead of this {type(tensor).__name__}')
+
+
+def _check_shape(what: str, tensor: torch.Tensor, shard: Shard) -> None:
+    shape = tuple(tensor.shape)
+    if shard.shape is None:
+        if tensor.numel() < shard.extent or not tensor.is_contiguous():
+            raise AffineTransferExecutionError(f'{what} must be contiguous and have {shard.extent} elements or more, '
+                                               f'but has shape {shape} and strides {tensor.stride()}')
+    elif shape != shard.shape and shape != (prod(shard.shape), ):
+        raise AffineTransferExecutionError(
+            f'{what} has shape {shape}, expected {shard.shape} or ({prod(shard.shape)},)')
+    reach = 0
+    # Each dimension steps over all that the dimensions of smaller strides reach, so no two elements share an address.
+    for stride, size in sorted(zip(tensor.stride(), shape)):
+        if size > 1 and stride <= reach:
+            raise AffineTransferExecutionError(f'{what} is expanded or overlaps itself: shape {shape}, strides '
+                                               f'{tensor.stride()}')
+        reach += (size - 1) * stride
+
+
+class _Addresses:
+    """Shows a tensor's addresses to NumPy, whatever its dtype; what is stored there is never read."""
+
+    def __init__(self, tensor: torch.Tensor):
+        itemsize = tensor.element_size()
+        self.__array_interface__ = {
+            'version': 3,
+            'data': (tensor.data_ptr(), True),
+            'shape': tuple(tensor.shape),
+            'strides': tuple(stride * itemsize for stride in tensor.stride()),
+            'typestr': f'|V{itemsize}',
+        }
+
+
+def check_disjoint(sources: Mapping[ShardKey, torch.Tensor], targets: Mapping[ShardKey, torch.Tensor]) -> None:
+    """Refuse a target that shares elements with another target or with a source of this process.
+
+    Views may interleave, as column windows of one weight do, as long as no byte belongs to both.
+    """
+    spans = sorted([*_spans('source', sources), *_spans('target', targets)], key=lambda span: span[:2])
+    for index, (_, end, side, key, tensor) in enumerate(spans):
+        for begin, _, other_side, other_key, other in spans[index + 1:]:
+            if begin >= end:
+                break
+            if 'target' in (side, other_side) and _share_bytes(tensor, other):
+                raise AffineTransferExecutionError(f'{_buffer(side, *key)} and {_buffer(other_side, *other_key)} '
+                                                   'share memory')
+
+
+def _spans(side, tensors):
+    for key, tensor in tensors.items():
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1
+        yield tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size(), side, key, tensor
+
+
+def _share_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if first.is_contiguous() and second.is_contiguous():
+        return True
+    return np.shares_memory(np.asarray(_Addresses(first)), np.asarray(_Addresses(second)), _OVERLAP_STEPS)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """``size`` elements of a shard that are ``shard_stride`` apart in it and ``stride`` apart in its buffer."""
+    size: int
+    shard_stride: int
+    stride: int
+
+
+def axes_of(tensor: torch.Tensor) -> Tuple[Axis, ...]:
+    """The fewest axes, outermost first, that lead from an element's place in its shard to its place in the buffer.
+
+    A contiguous or flat buffer has one; a column window of a matrix has two.
+    """
+    axes: List[Axis] = []
+    shard_stride = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride())):
+        if size > 1 and axes and stride == axes[-1].size * axes[-1].stride:
+            axes[-1] = Axis(axes[-1].size * size, axes[-1].shard_stride, axes[-1].stride)
+        elif size > 1:
+            axes.append(Axis(size, shard_stride, stride))
+        shard_stride *= size
+    return tuple(reversed(axes))
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A box of elements at two places, each an offset and strides in elements."""
+    shape: Tuple[int, ...]
+    offset: int
+    strides: Tuple[int, ...]
+    other_offset: int
+    other_strides: Tuple[int, ...]
+
+    def turned(self) -> 'Copy':
+        return Copy(self.shape, self.other_offset, self.other_strides, self.offset, self.strides)
+
+    def folded(self, dim: int, begin: int, rows: int, row: int) -> 'Copy':
+        """``rows * row`` elements of a dimension from ``begin`` on, as ``rows`` rows of ``row`` elements."""
+        shape = (rows, row) if rows > 1 else (row, )
+
+        def fold(strides):
+            return (*strides[:dim], *(strides[dim] * step for step in (row, 1)[-len(shape):]), *strides[dim + 1:])
+
+        return Copy((*self.shape[:dim], *shape, *self.shape[dim + 1:]), self.offset + begin * self.strides[dim],
+                    fold(self.strides), self.other_offset + begin * self.other_strides[dim], fold(self.other_strides))
+
+
+def readdress(copy: Copy, axes: Sequence[Axis]) -> Iterator[Copy]:
+    """The copies that equal ``copy`` when its first place is no longer a shard but the buffer that ``axes`` lead to.
+
+    A box stays one box while its elements keep within the axes; a run that continues on the next row of a buffer
+    whose rows are apart is folded into rows. Raises AffineTransferExecutionError for a box that does neither.
+    """
+    start = _coordinates(copy.offset, axes)
+    steps = [_coordinates(stride, axes) for stride in copy.strides]
+    last = [
+        first + sum((size - 1) * step[index] for size, step in zip(copy.shape, steps))
+        for index, first in enumerate(start)
+    ]
+    if all(coordinate < axis.size for coordinate, axis in zip(last, axes)):
+        yield Copy(copy.shape, _address(start, axes), tuple(_address(step, axes) for step in steps), copy.other_offset,
+                   copy.other_strides)
+        return
+    for part in _fold_at_row_ends(copy, start, steps, axes):
+        yield from readdress(part, axes)
+
+
+def _coordinates(distance: int, axes: Sequence[Axis]) -> List[int]:
+    coordinates = []
+    for axis in axes:
+        coordinate, distance = divmod(distance, axis.shard_stride)
+        coordinates.append(coordinate)
+    return coordinates
+
+
+def _address(coordinates: Sequence[int], axes: Sequence[Axis]) -> int:
+    return sum(coordinate * axis.stride for coordinate, axis in zip(coordinates, axes))
+
+
+def _fold_at_row_ends(copy: Copy, start, steps, axes: Sequence[Axis]) -> List[Copy]:
+    """The copy in up to three parts: up to the end of the row that it starts in, whole rows, and the rest."""
+    for dim, (size, step) in enumerate(zip(copy.shape, steps)):
+        along = [index for index, distance in enumerate(step) if distance]
+        if size == 1 or len(along) != 1:
+            continue
+        first, stride, row_size = start[along[0]], step[along[0]], axes[along[0]].size
+        if first + (size - 1) * stride < row_size or row_size % stride:
+            continue
+        row = row_size // stride
+        # Rows begin where the first one would if it were whole: stride divides the row, so all rows are in phase.
+        head = 0 if first < stride else row - first // stride
+        rows, tail = divmod(size - head, row)
+        parts = [(0, 1, head), (head, rows, row), (size - tail, 1, tail)]
+        return [copy.folded(dim, *part) for part in parts if part[1] * part[2] > 0]
+    raise AffineTransferExecutionError(
+        f'a box of shape {copy.shape} at {copy.offset}, strides {copy.strides}, cannot be addressed in a buffer '
+        f'whose axes are {tuple(axes)}')

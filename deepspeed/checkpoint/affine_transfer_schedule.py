@@ -1,0 +1,313 @@
+# Copyright (c) DeepSpeed Team.
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""Which messages one rank of a transfer sends and receives, and what it copies itself, as plain values.
+
+A plan says which box of which source shard becomes which box of which target shard; endpoints say which rank holds
+each shard. The schedule of a rank follows: its segments, cut into *chunks* that fit a message, and the chunks laid
+back to back into *messages* per peer. Both ends of a pair derive the same messages in the same order from the segments
+they share, so nothing but payload travels. This module knows neither tensors nor processes; offsets and strides are
+elements into a shard's row-major storage, as in ``TransferSegment``.
+
+Example: one segment of 10 elements from rank 0 to rank 1, with room for 4 elements in a message, is three messages of
+4, 4 and 2 elements in the schedules of both, and nothing in the schedule of rank 2.
+"""
+
+import hashlib
+import struct
+from collections import deque
+from dataclasses import dataclass
+from math import prod
+from typing import Deque, Dict, Iterable, List, Mapping, Sequence, Tuple
+
+from .affine_transfer import TransferPlan, TransferSegment
+
+__all__ = [
+    'AffineTransferExecutionError', 'Box', 'Chunk', 'Message', 'PairDigest', 'Schedule', 'ShardKey', 'Wire',
+    'is_contiguous', 'of_parameter'
+]
+
+# A chunk that needs no packing at one or both of its ends travels alone, straight from or into the buffer there, when
+# it has this many bytes. For a shorter one, a message of its own costs more than the copies that it saves.
+ALONE_BYTES_BY_BARE_ENDS = {1: 1 << 21, 2: 1 << 19}
+# gloo moves longer messages no faster, and they leave the cache between packing and sending.
+MAX_MESSAGE_BYTES = 1 << 23
+
+# A parameter's name and a location that holds a shard of it.
+ShardKey = Tuple[str, int]
+NamedSegment = Tuple[str, TransferSegment]
+
+
+class AffineTransferExecutionError(ValueError):
+    """A transfer that was refused before it began, or that failed midway; the text says which, and why."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How elements travel: their size on the wire, and whether each end's buffers hold them in that very form."""
+    itemsize: int
+    source_is_wire: bool
+    target_is_wire: bool
+
+    @classmethod
+    def between(cls, source_itemsize: int, target_itemsize: int, converts: bool) -> 'Wire':
+        """Convert on the sender when target elements are no larger, else on the receiver: fewer bytes travel."""
+        on_sender = target_itemsize <= source_itemsize
+        return cls(itemsize=min(source_itemsize, target_itemsize),
+                   source_is_wire=not converts or not on_sender,
+                   target_is_wire=not converts or on_sender)
+
+
+@dataclass(frozen=True)
+class Box:
+    """Where a box of elements begins in a shard and how it strides there; its shape is kept beside it."""
+    shard: ShardKey
+    offset: int
+    strides: Tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of elements that is copied at once, from a source shard into a target shard."""
+    shape: Tuple[int, ...]
+    source: Box
+    target: Box
+
+    @classmethod
+    def of(cls, name: str, segment: TransferSegment) -> 'Chunk':
+        """The whole segment, without dimensions of one element and with those merged that both ends run through."""
+        dims: List[Tuple[int, int, int]] = []
+        for size, source, target in zip(segment.shape, segment.source_strides, segment.target_strides):
+            if size == 1:
+                continue
+            if dims and dims[-1][1:] == (size * source, size * target):
+                size *= dims.pop()[0]
+            dims.append((size, source, target))
+        shape, source_strides, target_strides = zip(*dims) if dims else ((), (), ())
+        return cls(shape, Box((name, segment.source_rank), segment.source_offset, source_strides),
+                   Box((name, segment.target_rank), segment.target_offset, target_strides))
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def rows(self, begin: int, end: int) -> 'Chunk':
+        """The part ``[begin:end]`` along the outermost dimension, without that dimension when it is a single row."""
+        kept = 0 if end - begin > 1 else 1
+        return Chunk(((end - begin, ) + self.shape[1:])[kept:],
+                     *(Box(box.shard, box.offset + begin * box.strides[0], box.strides[kept:])
+                       for box in (self.source, self.target)))
+
+
+@dataclass(frozen=True)
+class Message:
+    """Chunks that travel together, back to back in row-major order; ``numel`` elements in all."""
+    chunks: Tuple[Chunk, ...]
+    numel: int
+
+
+@dataclass(frozen=True)
+class PairDigest:
+    """What one end holds of a pair, small enough to send: 128 bits over its ordered segments, and two sums."""
+    value: int
+    segments: int
+    elements: int
+
+    @classmethod
+    def of(cls, source_rank: int, target_rank: int, pair: Iterable[NamedSegment]) -> 'PairDigest':
+        digest = hashlib.blake2b(struct.pack('<2q', source_rank, target_rank), digest_size=16)
+        segments = elements = 0
+        for name, segment in pair:
+            encoded = name.encode()
+            numbers = (len(encoded), len(segment.shape), segment.source_rank, segment.source_offset,
+                       segment.target_rank, segment.target_offset, *segment.shape, *segment.source_strides,
+                       *segment.target_strides)
+            digest.update(encoded + struct.pack(f'<{len(numbers)}q', *numbers))
+            segments += 1
+            elements += segment.numel
+        return cls(int.from_bytes(digest.digest(), 'little'), segments, elements)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One rank's part: chunks to copy within the process, and the messages to and from each peer, in order.
+
+    ``depth`` messages fit into the bytes that a peer may occupy in one direction, so that one can be packed while
+    another one travels. Extents are the elements that the buffer of each of this rank's shards must reach, counted
+    from the shard's start.
+    """
+    local: Tuple[Chunk, ...]
+    sends: Dict[int, Tuple[Message, ...]]
+    receives: Dict[int, Tuple[Message, ...]]
+    wire: Wire
+    depth: int
+    segments: int
+    source_extents: Dict[ShardKey, int]
+    target_extents: Dict[ShardKey, int]
+    send_digests: Dict[int, PairDigest]
+    receive_digests: Dict[int, PairDigest]
+
+    @classmethod
+    def build(cls, plans: Mapping[str, TransferPlan], source_ranks: Mapping[int, int], target_ranks: Mapping[int, int],
+              rank: int, wire: Wire, bytes_per_peer: int) -> 'Schedule':
+        """The schedule of ``rank`` for plans that hold at least the segments it takes part in.
+
+        ``source_ranks`` and ``target_ranks`` give the rank that each location is bound to. Parameters are taken in the
+        order of their names, so that processes that met them in different orders agree. Raises
+        AffineTransferExecutionError when a location has no rank, or when the budget does not hold one element.
+        """
+        if bytes_per_peer < wire.itemsize:
+            raise AffineTransferExecutionError(
+                f'a budget of {bytes_per_peer} bytes per peer is less than one element of {wire.itemsize} bytes')
+        depth = min(2, bytes_per_peer // wire.itemsize)
+        message_numel = max(1, min(bytes_per_peer // depth, MAX_MESSAGE_BYTES) // wire.itemsize)
+        local, outgoing, incoming = _pairs_of(plans, source_ranks, target_ranks, rank)
+        sent = [named for pair in (local, *outgoing.values()) for named in pair]
+        received = [named for pair in (local, *incoming.values()) for named in pair]
+        return cls(local=tuple(Chunk.of(*named) for named in local),
+                   sends={
+                       peer: _messages(pair, wire, message_numel)
+                       for peer, pair in outgoing.items()
+                   },
+                   receives={
+                       peer: _messages(pair, wire, message_numel)
+                       for peer, pair in incoming.items()
+                   },
+                   wire=wire,
+                   depth=depth,
+                   segments=len(sent) + len(received) - len(local),
+                   source_extents=_extents((Chunk.of(*named) for named in sent), 'source'),
+                   target_extents=_extents((Chunk.of(*named) for named in received), 'target'),
+                   send_digests={
+                       peer: PairDigest.of(rank, peer, pair)
+                       for peer, pair in outgoing.items()
+                   },
+                   receive_digests={
+                       peer: PairDigest.of(peer, rank, pair)
+                       for peer, pair in incoming.items()
+                   })
+
+    @property
+    def rounds(self) -> int:
+        """The length of this rank's longest queue of messages."""
+        return max((len(queue) for side in (self.sends, self.receives) for queue in side.values()), default=0)
+
+    @property
+    def sent_numel(self) -> int:
+        return sum(message.numel for queue in self.sends.values() for message in queue)
+
+    @property
+    def received_numel(self) -> int:
+        return sum(message.numel for queue in self.receives.values() for message in queue)
+
+    @property
+    def chunks(self) -> int:
+        queues = (queue for side in (self.sends, self.receives) for queue in side.values())
+        return len(self.local) + sum(len(message.chunks) for queue in queues for message in queue)
+
+
+def _pairs_of(plans, source_ranks, target_ranks, rank):
+    """This rank's segments by name: those that stay here, those for each peer, and those from each peer."""
+    local: List[NamedSegment] = []
+    outgoing: Dict[int, List[NamedSegment]] = {}
+    incoming: Dict[int, List[NamedSegment]] = {}
+    for name in sorted(plans):
+        for segment in plans[name].segments:
+            source = _rank_of(segment.source_rank, source_ranks, 'source', name)
+            target = _rank_of(segment.target_rank, target_ranks, 'target', name)
+            if segment.numel == 0 or rank not in (source, target):
+                continue
+            if source == target:
+                local.append((name, segment))
+            elif source == rank:
+                outgoing.setdefault(target, []).append((name, segment))
+            else:
+                incoming.setdefault(source, []).append((name, segment))
+    return local, outgoing, incoming
+
+
+def _rank_of(location: int, ranks: Mapping[int, int], side: str, name: str) -> int:
+    if location not in ranks:
+        raise AffineTransferExecutionError(
+            f'{side} location {location}{of_parameter(name)} is not bound to any rank by the endpoints')
+    return ranks[location]
+
+
+def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a box is one run of elements in row-major order."""
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def of_parameter(name: str) -> str:
+    """``' of <name>'`` for messages, or nothing for the one unnamed plan."""
+    return f' of {name}' if name else ''
+
+
+def _extents(chunks: Iterable[Chunk], side: str) -> Dict[ShardKey, int]:
+    extents: Dict[ShardKey, int] = {}
+    for chunk in chunks:
+        box = getattr(chunk, side)
+        if box.offset < 0 or min(box.strides, default=0) < 0:
+            raise AffineTransferExecutionError(
+                f'a segment{of_parameter(box.shard[0])} has a negative {side} offset or stride')
+        end = box.offset + sum((size - 1) * stride for size, stride in zip(chunk.shape, box.strides)) + 1
+        extents[box.shard] = max(extents.get(box.shard, 0), end)
+    return extents
+
+
+def _messages(pair: Iterable[NamedSegment], wire: Wire, message_numel: int) -> Tuple[Message, ...]:
+    """The messages of one pair: the chunks that travel alone first, then the others, packed."""
+    alone: List[Message] = []
+    shared: List[Chunk] = []
+    for chunk in (Chunk.of(*named) for named in pair):
+        bare_ends = _bare_ends(chunk, wire)
+        if bare_ends == 0:
+            shared.append(chunk)
+            continue
+        for part in (part for message in _pack([chunk], message_numel) for part in message.chunks):
+            if part.numel * wire.itemsize >= ALONE_BYTES_BY_BARE_ENDS[bare_ends]:
+                alone.append(Message((part, ), part.numel))
+            else:
+                shared.append(part)
+    return (*alone, *_pack(shared, message_numel))
+
+
+def _bare_ends(chunk: Chunk, wire: Wire) -> int:
+    """At how many ends the chunk is one run of elements of the shard, in the form in which they travel."""
+    return ((wire.source_is_wire and is_contiguous(chunk.shape, chunk.source.strides)) +
+            (wire.target_is_wire and is_contiguous(chunk.shape, chunk.target.strides)))
+
+
+def _pack(chunks: Iterable[Chunk], message_numel: int) -> List[Message]:
+    """Lay chunks back to back into messages of at most ``message_numel`` elements, cutting those that do not fit.
+
+    A cut runs between rows of a chunk's outermost dimension, or inside a row when that exceeds a whole message.
+    """
+    messages: List[Message] = []
+    taken: List[Chunk] = []
+    room = message_numel
+    waiting: Deque[Chunk] = deque(chunks)
+    while waiting:
+        chunk = waiting.popleft()
+        row_numel = chunk.numel // chunk.shape[0] if chunk.shape else 1
+        if chunk.numel <= room:
+            taken.append(chunk)
+            room -= chunk.numel
+        elif row_numel <= room:
+            fitting = room // row_numel
+            waiting.extendleft((chunk.rows(fitting, chunk.shape[0]), chunk.rows(0, fitting)))
+        elif row_numel > message_numel:
+            waiting.extendleft((chunk.rows(1, chunk.shape[0]), chunk.rows(0, 1)))
+        else:
+            waiting.appendleft(chunk)
+            messages.append(Message(tuple(taken), message_numel - room))
+            taken, room = [], message_numel
+    if taken:
+        messages.append(Message(tuple(taken), message_numel - room))
+    return messages

@@ -1,0 +1,408 @@
+# Copyright (c) DeepSpeed Team.
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""Transfers between gloo ranks, each a process: what arrives, through which groups, within which bounds."""
+
+import os
+from datetime import timedelta
+
+import numpy
+import torch
+import torch.distributed as torch_dist
+
+import deepspeed.comm as dist
+from deepspeed.checkpoint import affine_transfer_schedule
+from deepspeed.checkpoint.affine import contiguous_split_map, flat_range_map
+from deepspeed.checkpoint.affine_transfer import plan_model, plan_transfer
+from deepspeed.checkpoint.affine_transfer_executor import (AffineTransferExecutor, StagingBudget, TransferEndpoints,
+                                                           execute_transfer)
+from unit.checkpoint.test_affine_transfer_executor_buffers import AllocatingCalls
+from unit.checkpoint.transfer_cases import (LAYOUTS, GuardedBuffer, line_plan, oracle_shard, random_map, random_shape)
+from unit.ranks import rank_folder, run_ranks
+
+NAN = float('nan')
+
+
+def world():
+    return torch_dist.distributed_c10d._get_default_group()
+
+
+def store(name, size):
+    return torch_dist.FileStore(os.path.join(rank_folder(), name), size)
+
+
+def gloo_outside_any_world(name, rank, size, timeout_s=30):
+    return torch_dist.ProcessGroupGloo(store(name, size), rank, size, timedelta(seconds=timeout_s))
+
+
+# Random transfers
+
+
+def move_random_parameters(rank, seed, size):
+    """One random transfer, the same on every rank but for what each rank holds of it; returns elements compared."""
+    rng = numpy.random.default_rng(seed)
+    source_dtype, dtype = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16),
+                           (torch.bfloat16, torch.float32), (torch.int32, torch.int32)][rng.integers(4)]
+    budget = StagingBudget(int(rng.choice([4, 7, 36, 200, 1 << 20])))
+    affine_transfer_schedule.ALONE_BYTES_BY_BARE_ENDS = {ends: int(rng.choice([1, 24, 1 << 19])) for ends in (1, 2)}
+    places = [int(count) for count in rng.integers(1, 5, size=2)]
+    ranks = [{place: int(rng.integers(size)) for place in range(count)} for count in places]
+    maps, fulls = ({}, {}), {}
+    for name in ('embed', 'w', 'up', 'bias')[:rng.integers(1, 5)]:
+        shape = random_shape(rng)
+        for side, count in zip(maps, places):
+            side[name] = random_map(rng, shape, count)
+        fulls[name] = torch.as_tensor(rng.integers(0, 200, size=shape) / (1 if source_dtype == torch.int32 else 7))
+    mine = [[place for place, owner in side.items() if owner == rank] for side in ranks]
+    cut = dict(source_ranks=mine[0], target_ranks=mine[1]) if rng.random() < 0.5 or rank % 2 else {}
+    buffers = ({}, {})
+    for side, (side_maps, side_dtype) in enumerate(zip(maps, (source_dtype, dtype))):
+        for name, map_ in side_maps.items():
+            full = fulls[name].to(source_dtype).double().numpy()
+            buffers[side][name] = {
+                place:
+                GuardedBuffer(map_.shard_shapes[place], side_dtype, rng.choice(LAYOUTS),
+                              None if side else torch.from_numpy(oracle_shard(map_, place, full)))
+                for place in mine[side] if numpy.prod(map_.shard_shapes[place])
+            }
+    executor = AffineTransferExecutor(plan_model(maps[1], maps[0], **cut),
+                                      TransferEndpoints(*ranks),
+                                      dtype=dtype,
+                                      source_dtype=source_dtype,
+                                      budget=budget,
+                                      group=world())
+    stats = executor.execute(*({
+        name: {
+            place: guarded.tensor
+            for place, guarded in by_place.items()
+        }
+        for name, by_place in side.items()
+    } for side in buffers))
+    compared = 0
+    for name, by_place in buffers[1].items():
+        arrives = fulls[name].to(source_dtype).to(dtype).double().numpy()
+        for place, guarded in by_place.items():
+            guarded.check(torch.from_numpy(oracle_shard(maps[1][name], place, arrives)).to(dtype))
+            compared += guarded.tensor.numel()
+    peers = len(executor._schedule.sends) + len(executor._schedule.receives)
+    assert stats.peak_host_staging_bytes <= budget.bytes_per_peer * peers
+    return compared, stats.sent_bytes, stats.received_bytes
+
+
+def many_random_transfers(rank, seeds):
+    moved = []
+    for seed in seeds:
+        try:
+            moved.append(move_random_parameters(rank, seed, dist_size()))
+        except Exception as error:
+            raise AssertionError(f'seed {seed}: {error}') from error
+    return moved
+
+
+def dist_size():
+    return world().size()
+
+
+def test_random_transfers_between_three_ranks_bring_every_element():
+    results = run_ranks(many_random_transfers, 3, range(120))
+    for by_rank in zip(*results):
+        assert sum(sent for _, sent, _ in by_rank) == sum(received for _, _, received in by_rank)
+    assert sum(compared for result in results for compared, _, _ in result) > 5000
+    assert sum(sent for result in results for _, sent, _ in result) > 5000
+
+
+# Groups
+
+HALVES = plan_transfer(contiguous_split_map((6, 4), [2, 2], 1), contiguous_split_map((6, 4), [1, 5], 0))
+
+
+def move_halves(group, source_ranks, target_ranks):
+    """Rows on the source ranks become columns on the target ranks; True where this rank's columns are right."""
+    full = torch.arange(24.).view(6, 4)
+    endpoints = TransferEndpoints(dict(enumerate(source_ranks)), dict(enumerate(target_ranks)))
+    rows, columns = full.split([1, 5]), full.split([2, 2], dim=1)
+    sources = {place: rows[place].clone() for place, rank in endpoints.source.items() if rank == group.rank()}
+    targets = {place: torch.full((6, 2), NAN) for place, rank in endpoints.target.items() if rank == group.rank()}
+    stats = execute_transfer(HALVES, sources, targets, endpoints, torch.float32, group=group)
+    return all(torch.equal(targets[place], columns[place]) for place in targets), stats
+
+
+def two_worlds_and_a_group_over_both(rank):
+    """Trainers and rollout workers have a default world each; the third group's ranks are neither world's ranks."""
+    place = rank % 2
+    dist_rank_in_third = 3 - rank
+    torch_dist.init_process_group('gloo', store=store(f'world{rank // 2}', 2), rank=place, world_size=2)
+    third = gloo_outside_any_world('third', dist_rank_in_third, 4)
+    bare = move_halves(third, source_ranks=(3, 2), target_ranks=(1, 0))[0]
+    made, _ = torch_dist.distributed_c10d._new_process_group_helper(4,
+                                                                    dist_rank_in_third, [],
+                                                                    'gloo',
+                                                                    store('fourth', 4),
+                                                                    group_name='fourth',
+                                                                    timeout=timedelta(seconds=30))
+    wrapped = move_halves(made, source_ranks=(3, 2), target_ranks=(1, 0))[0]
+    torch_dist.barrier()
+    return bare, wrapped, torch_dist.get_rank(), third.rank()
+
+
+def test_a_group_outside_two_default_worlds_carries_a_transfer():
+    results = run_ranks(two_worlds_and_a_group_over_both, 4, init_world=False)
+    assert results == [(True, True, 0, 3), (True, True, 1, 2), (True, True, 0, 1), (True, True, 1, 0)]
+
+
+def group_without_any_world(rank):
+    return move_halves(gloo_outside_any_world('only', rank, 3), (0, 1), (2, 2))[0], torch_dist.is_initialized()
+
+
+def test_a_group_without_any_default_world_carries_a_transfer():
+    assert run_ranks(group_without_any_world, 3, init_world=False) == [(True, False)] * 3
+
+
+def subgroup_and_bystander(rank):
+    group = torch_dist.new_group([3, 1])
+    if rank in (1, 3):
+        return move_halves(group, (0, 1), (1, 0))[0]
+    outside = move_halves(world_of_two(rank), (0, 0), (1, 1))[0]
+    return outside
+
+
+def world_of_two(rank):
+    return gloo_outside_any_world('others', rank // 2, 2)
+
+
+def test_a_subgroup_is_addressed_by_its_own_ranks():
+    assert run_ranks(subgroup_and_bystander, 4) == [True] * 4
+
+
+def holders_of_neither_end(rank):
+    correct, stats = move_halves(world(), (1, 3), (3, 1))
+    return correct, stats.segments, stats.rounds, stats.sent_bytes + stats.received_bytes
+
+
+def test_ranks_that_hold_neither_end_take_part_without_traffic():
+    results = run_ranks(holders_of_neither_end, 4)
+    assert results[0] == results[2] == (True, 0, 0, 0)
+    assert all(correct for correct, *_ in results)
+
+
+# What a rank does
+
+
+def source_and_target_on_both_ranks(rank):
+    source_map = flat_range_map((100, ), {0: (0, 60), 1: (60, 40)})
+    target_map = flat_range_map((100, ), {0: (0, 50), 1: (50, 50)})
+    values, target = torch.arange(100.), torch.full((50, ), NAN, dtype=torch.bfloat16)
+    endpoints = TransferEndpoints({0: 0, 1: 1}, {0: 0, 1: 1})
+    executor = AffineTransferExecutor(plan_transfer(target_map, source_map),
+                                      endpoints,
+                                      dtype=torch.bfloat16,
+                                      source_dtype=torch.float32,
+                                      budget=StagingBudget(8),
+                                      group=world())
+    stats = executor.execute({rank: values.split([60, 40])[rank].clone()}, {rank: target})
+    assert torch.equal(target, values.split(50)[rank].to(torch.bfloat16))
+    return (stats.segments, stats.chunks, stats.rounds, stats.local_copy_bytes, stats.sent_bytes, stats.received_bytes,
+            stats.peak_host_staging_bytes, stats.peak_device_staging_bytes)
+
+
+def test_the_statistics_say_what_each_rank_did():
+    """10 bfloat16 elements go from rank 0 to rank 1 in 4-byte messages, two of which fit the budget of 8 bytes; rank 1
+    receives them as they travel, straight into its buffer."""
+    assert run_ranks(source_and_target_on_both_ranks, 2) == [(2, 6, 5, 100, 20, 0, 8, 0), (2, 6, 5, 80, 0, 20, 0, 0)]
+
+
+class RecordingGroup:
+    """A group object that notes where the tensors of each message lie."""
+
+    def __init__(self, group):
+        self._group = group
+        self.addresses = []
+
+    def __getattr__(self, name):
+        method = getattr(self._group, name)
+        if name not in ('send', 'recv'):
+            return method
+
+        def noted(tensors, *args):
+            self.addresses.append((tensors[0].data_ptr(), tensors[0].nbytes))
+            return method(tensors, *args)
+
+        return noted
+
+
+def contiguous_both_ends(rank):
+    numel = 3 * (1 << 19)
+    group = RecordingGroup(world())
+    plan = line_plan((0, 8, 0, 4, numel), source_numels={0: numel + 8}, target_numels={0: numel + 4})
+    values = torch.arange(numel + 8.)
+    buffer = values.clone() if rank == 0 else torch.zeros(numel + 4)
+    executor = AffineTransferExecutor(plan, TransferEndpoints({0: 0}, {0: 1}), dtype=torch.float32, group=group)
+    stats = executor.execute({0: buffer} if rank == 0 else {}, {0: buffer} if rank else {})
+    begin = buffer.data_ptr() + (4 if rank else 8) * 4
+    assert rank == 0 or torch.equal(buffer[4:], values[8:])
+    inside = [begin <= address and address + nbytes <= begin + numel * 4 for address, nbytes in group.addresses]
+    return all(inside), sum(nbytes for _, nbytes in group.addresses) // 4, stats.peak_host_staging_bytes
+
+
+def test_long_runs_that_are_contiguous_and_need_no_conversion_travel_from_and_into_the_buffers():
+    assert run_ranks(contiguous_both_ends, 2) == [(True, 3 * (1 << 19), 0)] * 2
+
+
+def same_plan_into_a_window(rank):
+    """The sender cannot know that the receiver's buffer is a window: it sends from its buffer all the same."""
+    shape = (1024, 1024)
+    plan = plan_transfer(contiguous_split_map(shape, [1024], 0), contiguous_split_map(shape, [1024], 0))
+    values, base = torch.arange(float(1 << 20)).view(shape), torch.zeros(1024, 1030)
+    executor = AffineTransferExecutor(plan,
+                                      TransferEndpoints({0: 0}, {0: 1}),
+                                      dtype=torch.float32,
+                                      budget=StagingBudget(1 << 21),
+                                      group=world())
+    stats = executor.execute({0: values} if rank == 0 else {}, {0: base[:, 3:1027]} if rank else {})
+    if rank:
+        assert torch.equal(base[:, 3:1027], values) and not base[:, :3].any() and not base[:, 1027:].any()
+    return stats.peak_host_staging_bytes
+
+
+def test_only_the_end_with_a_strided_buffer_stages():
+    assert run_ranks(same_plan_into_a_window, 2) == [0, 1 << 21]
+
+
+def peaks_of_one_sender_and_two_receivers(rank):
+    """Strided on both ends, so everything is staged: (1000, 64) columns to ranks 1 and 2."""
+    shape = (1000, 64)
+    plan = plan_transfer(contiguous_split_map(shape, [32, 32], 1), contiguous_split_map(shape, [1000], 0))
+    executor = AffineTransferExecutor(plan,
+                                      TransferEndpoints({0: 0}, {
+                                          0: 1,
+                                          1: 2
+                                      }),
+                                      dtype=torch.float32,
+                                      budget=StagingBudget(10_000),
+                                      group=world())
+    values = torch.arange(64000.).view(shape)
+    base = torch.zeros(1000, 40)
+    stats = executor.execute({0: values} if rank == 0 else {}, {rank - 1: base[:, :32]} if rank else {})
+    assert rank == 0 or torch.equal(base[:, :32], values.split(32, dim=1)[rank - 1])
+    return stats.peak_host_staging_bytes, stats.rounds, stats.sent_bytes
+
+
+def test_staging_stays_within_bytes_per_peer_times_peers_while_much_more_is_moved():
+    """A message holds 39 rows of 128 bytes (half of 10,000 bytes), two messages are staged per peer and direction."""
+    assert run_ranks(peaks_of_one_sender_and_two_receivers, 3) == [(4 * 39 * 128, 26, 256_000), (2 * 39 * 128, 26, 0),
+                                                                   (2 * 39 * 128, 26, 0)]
+
+
+def repeat_and_count_allocations(rank):
+    plan = plan_transfer(contiguous_split_map((30, 8), [3, 5], 1), contiguous_split_map((30, 8), [11, 19], 0))
+    small = line_plan((0, 0, 1, 0, 3), source_numels={0: 3}, target_numels={1: 3})
+    endpoints = TransferEndpoints({0: 0, 1: 1}, {0: 1, 1: 2})
+    executor = AffineTransferExecutor({
+        'w': plan,
+        'bias': small
+    },
+                                      endpoints,
+                                      dtype=torch.bfloat16,
+                                      source_dtype=torch.float32,
+                                      budget=StagingBudget(64),
+                                      group=world())
+    allocating = []
+    for step in range(4):
+        full, bias = torch.arange(240.).view(30, 8) + step, torch.arange(3.) + step
+        sources = {'w': {rank: full.split([11, 19])[rank]} if rank < 2 else {}, 'bias': {0: bias} if rank == 0 else {}}
+        targets = {'w': {}, 'bias': {}}
+        if rank:
+            targets['w'][rank - 1] = torch.zeros((30, 3 if rank == 1 else 5), dtype=torch.bfloat16)
+        if rank == 2:
+            targets['bias'][1] = torch.zeros(3, dtype=torch.bfloat16)
+        with AllocatingCalls() as calls:
+            executor.execute(sources, targets)
+        allocating.append(len(calls.names))
+        if rank:
+            assert torch.equal(targets['w'][rank - 1], full.split([3, 5], dim=1)[rank - 1].to(torch.bfloat16))
+    return allocating[1:]
+
+
+def test_later_executes_allocate_no_tensor_and_bring_the_new_values():
+    assert run_ranks(repeat_and_count_allocations, 3) == [[0, 0, 0]] * 3
+
+
+def thousand_small_transfers(rank):
+    plan = line_plan((0, 0, 0, 0, 64), source_numels={0: 64}, target_numels={0: 64})
+    executor = AffineTransferExecutor(plan,
+                                      TransferEndpoints({0: 0}, {0: 1}),
+                                      dtype=torch.float32,
+                                      budget=StagingBudget(64),
+                                      group=world())
+    source, target = torch.zeros(64), torch.zeros(64)
+    opened = []
+    for step in range(1000):
+        source.fill_(step)
+        executor.execute({0: source} if rank == 0 else {}, {0: target} if rank else {})
+        assert rank == 0 or target.eq(step).all()
+        if step % 500 == 100:
+            opened.append((len(os.listdir('/proc/self/fd')), len(os.listdir('/proc/self/task'))))
+    return opened[0] == opened[-1]
+
+
+def test_a_thousand_executes_open_no_files_and_start_no_threads():
+    assert run_ranks(thousand_small_transfers, 2) == [True, True]
+
+
+def thousand_runs_through_a_small_budget(rank):
+    """1,000 runs of mixed sizes between 3 ranks, in messages of a few hundred bytes."""
+    rng = numpy.random.default_rng(5)
+    segments, lengths, offsets = [], rng.integers(1, 300, size=1000), ({}, {})
+    for numel in lengths:
+        source, target = int(rng.integers(3)), int(rng.integers(3))
+        segments.append((source, offsets[0].get(source, 0), target, offsets[1].get(target, 0), int(numel)))
+        for side, place in zip(offsets, (source, target)):
+            side[place] = side.get(place, 0) + int(numel)
+    same = {place: place for place in range(3)}
+    executor = AffineTransferExecutor(line_plan(*segments, source_numels=offsets[0], target_numels=offsets[1]),
+                                      TransferEndpoints(same, same),
+                                      dtype=torch.int32,
+                                      budget=StagingBudget(512),
+                                      group=world())
+    sources = {place: torch.arange(numel, dtype=torch.int32) * 3 + place for place, numel in offsets[0].items()}
+    target = torch.full((offsets[1][rank], ), -7, dtype=torch.int32)
+    executor.execute({rank: sources[rank]}, {rank: target})
+    for source, source_offset, place, target_offset, numel in segments:
+        if place == rank:
+            assert torch.equal(target[target_offset:target_offset + numel],
+                               sources[source][source_offset:source_offset + numel])
+    return executor.execute({rank: sources[rank]}, {rank: target}).rounds > 100
+
+
+def test_a_thousand_runs_through_a_small_budget_do_not_deadlock():
+    assert run_ranks(thousand_runs_through_a_small_budget, 3) == [True] * 3
+
+
+def uneven_and_empty_shards(rank):
+    """6 elements from shards of [2, 2, 2, 0] to shards of 2 on 3 ranks; the empty ones are passed all the same."""
+    plan = plan_transfer(contiguous_split_map((6, ), [2, 2, 2], 0), contiguous_split_map((6, ), [2, 2, 2, 0], 0))
+    endpoints = TransferEndpoints({place: place for place in range(4)}, {0: 2, 1: 3, 2: 0})
+    target = torch.full((2, ), NAN)
+    targets = {place: target for place, owner in endpoints.target.items() if owner == rank}
+    targets.setdefault(7, torch.zeros(0))
+    execute_transfer(plan, {rank: torch.arange(6.)[2 * rank:2 * rank + 2]},
+                     targets,
+                     endpoints,
+                     torch.float32,
+                     group=world())
+    return target.tolist() if 7 not in endpoints.target and len(targets) == 2 else None
+
+
+def test_empty_shards_send_nothing_and_are_never_missing():
+    results = run_ranks(uneven_and_empty_shards, 4)
+    assert results == [[4, 5], None, [0, 1], [2, 3]]
+
+
+def world_group_of_deepspeed(rank):
+    dist.init_distributed('gloo', auto_mpi_discovery=False, verbose=False)
+    return move_halves(dist.new_group([0, 1]), (0, 1), (1, 0))[0]
+
+
+def test_a_group_made_by_deepspeed_comm_carries_a_transfer():
+    assert run_ranks(world_group_of_deepspeed, 2) == [True, True]
