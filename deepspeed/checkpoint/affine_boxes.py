@@ -16,11 +16,14 @@ from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 
 __all__ = [
-    'BoxJoin', 'BoxSet', 'chunk_bounds', 'disjoint_cells', 'flat_range_boxes', 'grid_shape', 'row_major_strides'
+    'BoxJoin', 'BoxSet', 'chunk_bounds', 'coordinates', 'disjoint_cells', 'lattice_boxes', 'flat_range_boxes',
+    'grid_shape', 'row_major_strides'
 ]
 
 # Candidate pairs looked at together: bounds the memory of a join to some 100 MB whatever the number of boxes.
 _PAIRS_PER_BLOCK = 1 << 21
+
+_NO_END = 1 << 62
 
 # A box as plain ints, (start, stop) per dimension, for the few boxes that are cut one by one.
 Span = Tuple[Tuple[int, int], ...]
@@ -46,6 +49,15 @@ def chunk_bounds(size: int, parts: int, index: int, padded_size: int = 0) -> Tup
     """
     chunk = -(-max(size, padded_size) // parts)
     return min(index * chunk, size), min((index + 1) * chunk, size)
+
+
+def coordinates(offsets: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """Grid coordinates (n, d) of flat offsets (n,); an offset beyond the tensor gets one beyond its first size."""
+    result = np.empty((len(offsets), len(shape)), dtype=np.int64)
+    for dim, stride in enumerate(row_major_strides(shape)):
+        # A stride is 0 in a tensor without elements only, where any answer is out of bounds.
+        result[:, dim], offsets = np.divmod(offsets, max(stride, 1))
+    return result
 
 
 class BoxSet(NamedTuple):
@@ -120,6 +132,37 @@ def _uncovered(shape: Tuple[int, ...], boxes: BoxSet) -> List[Span]:
             rest = [] if active.size else [()]
         holes.extend(((start, stop), ) + hole for hole in rest)
     return holes
+
+
+def lattice_boxes(offsets: Sequence[int],
+                  shapes: Sequence[Sequence[int]],
+                  strides: Sequence[Sequence[int]],
+                  more_strides: Sequence[int] = ()) -> Optional[BoxSet]:
+    """Strided sets of addresses, not below 0, as boxes of one grid, or None where they have no grid in common.
+
+    All the strides, each dividing the next larger one, are those of such a grid: columns stored alternately, of
+    strides (2 * n, 2), are boxes of a grid (rows, n, 2). ``more_strides`` may refine it.
+    """
+    steps = {stride for shape, held in zip(shapes, strides) for size, stride in zip(shape, held) if size > 1}
+    steps = sorted(steps | set(more_strides) | {1}, reverse=True)
+    if steps[-1] < 1 or any(outer % inner for outer, inner in zip(steps, steps[1:])):
+        return None
+    # The outermost dimension has no end.
+    grid = (_NO_END, *(outer // inner for outer, inner in zip(steps, steps[1:])))
+    dim_by_stride = {stride: dim for dim, stride in enumerate(steps)}
+    lower = np.empty((len(offsets), len(grid)), dtype=np.int64)
+    rest = np.array(offsets, dtype=np.int64)
+    for dim, step in enumerate(steps):
+        lower[:, dim], rest = np.divmod(rest, step)
+    extent = np.ones_like(lower)
+    for row, (shape, held) in enumerate(zip(shapes, strides)):
+        for size, stride in zip(shape, held):
+            if size > 1:
+                dim = dim_by_stride[stride]
+                if extent[row, dim] > 1:
+                    return None
+                extent[row, dim] = size
+    return BoxSet(lower, lower + extent) if np.all(lower + extent <= grid) else None
 
 
 class BoxJoin:

@@ -11,8 +11,7 @@ import numpy as np
 
 from .affine import (AffinePiece, ParamAffineMap, ShardSizeError, UnreadablePieceError, contiguous_split_map,
                      sub_param_map)
-from .affine_boxes import chunk_bounds, row_major_strides
-from .affine_pieces import coordinates
+from .affine_boxes import chunk_bounds, coordinates, row_major_strides
 
 __all__ = ['column_block_map', 'interleaved_map', 'packed_map', 'padded_split_map', 'transposed_map']
 

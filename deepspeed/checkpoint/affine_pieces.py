@@ -10,11 +10,11 @@ ELEMENTWISE_LIMIT elements.
 """
 
 import math
-from typing import Dict, FrozenSet, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Dict, FrozenSet, List, Mapping, NamedTuple, Sequence, Set, Tuple
 
 import numpy as np
 
-from .affine_boxes import BoxSet, disjoint_cells, grid_shape, row_major_strides
+from .affine_boxes import BoxSet, coordinates, disjoint_cells, grid_shape, lattice_boxes, row_major_strides
 
 ELEMENTWISE_LIMIT = 1 << 24
 _INT64_LIMIT = 1 << 62
@@ -119,6 +119,8 @@ def piece_columns(pieces_by_rank: Mapping[int, Sequence]) -> PieceColumns:
             raise AffineMapError(f'rank {rank}: {piece} has other numbers of strides than dimensions')
         if piece.shape and min(piece.shape) < 0:
             raise AffineMapError(f'rank {rank}: {piece} has a negative size')
+        if abs(rank) >= _INT64_LIMIT:
+            raise RankIdError(f'rank {rank}: a rank is below 2**62')
         _check_fits_int64(f'rank {rank}: {piece}', piece.numel, (piece.source_offset, piece.source_strides),
                           (piece.dest_offset, piece.dest_strides), piece.shape)
     pieces = [piece for _, piece in ranked]
@@ -180,15 +182,6 @@ def piece_table(columns: PieceColumns, logical_shape: Sequence[int]) -> PieceTab
                       strides=strides,
                       scale=np.array([piece.scale for piece in columns.pieces]),
                       locations=[piece.locations for piece in columns.pieces])
-
-
-def coordinates(offsets: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """Grid coordinates (n, d) of flat offsets (n,); an offset beyond the tensor gets one beyond its first size."""
-    result = np.empty((len(offsets), len(shape)), dtype=np.int64)
-    for dim, stride in enumerate(row_major_strides(shape)):
-        # A stride is 0 in a tensor without elements only, where any answer is out of bounds.
-        result[:, dim], offsets = np.divmod(offsets, max(stride, 1))
-    return result
 
 
 def _aligned(rank, piece, shape, logical_shape) -> Tuple[Sequence[int], Sequence[int]]:
@@ -269,7 +262,8 @@ def _dense(columns: PieceColumns) -> np.ndarray:
 
 def _check_pieces_apart(rank, pieces, shard_shape) -> None:
     """No shard element is written twice, by one piece or by two."""
-    boxes = _address_boxes(pieces, shard_shape)
+    boxes = lattice_boxes([piece.dest_offset for piece in pieces], [piece.shape for piece in pieces],
+                          [piece.dest_strides for piece in pieces], row_major_strides(shard_shape))
     if boxes is not None:
         twice = boxes.first_overlap()
         if twice:
@@ -285,30 +279,6 @@ def _check_pieces_apart(rank, pieces, shard_shape) -> None:
         at = twice[0]
         raise OverlapError(f'rank {rank}: {pieces[owner[at]]} and {pieces[owner[at + 1]]} write the same element of '
                            f'the shard, {starts[at + 1]}')
-
-
-def _address_boxes(pieces, shard_shape) -> Optional[BoxSet]:
-    """The pieces as boxes of one grid over the shard's addresses, or None where there is no such grid.
-
-    All strides of the pieces and of the shard, each dividing the next larger one, are the strides of such a grid:
-    columns stored alternately, of strides (2 * n, 2), are boxes of a grid (rows, n, 2).
-    """
-    strides = {stride for piece in pieces for size, stride in zip(piece.shape, piece.dest_strides) if size > 1}
-    strides = sorted(strides | set(row_major_strides(shard_shape)) | {1}, reverse=True)
-    if strides[-1] < 1 or any(outer % inner for outer, inner in zip(strides, strides[1:])):
-        return None
-    grid = (-(-math.prod(shard_shape) // strides[0]), *(outer // inner for outer, inner in zip(strides, strides[1:])))
-    dim_by_stride = {stride: dim for dim, stride in enumerate(strides)}
-    lower = coordinates(np.array([piece.dest_offset for piece in pieces], dtype=np.int64), grid)
-    extent = np.ones_like(lower)
-    for row, piece in enumerate(pieces):
-        for size, stride in zip(piece.shape, piece.dest_strides):
-            if size > 1:
-                dim = dim_by_stride[stride]
-                if extent[row, dim] > 1:
-                    return None
-                extent[row, dim] = size
-    return BoxSet(lower, lower + extent) if np.all(lower + extent <= grid) else None
 
 
 def _runs(rank, pieces):

@@ -49,10 +49,8 @@ class _Status(NamedTuple):
 class Terms(NamedTuple):
     """What must agree between ranks: settings by name on all of them, and per pair its segments on both ends.
 
-    ``endpoints`` need not be equal (a rank may leave out what it does not meet); they are told where pairs differ.
     """
     settings: Dict[str, str]
-    endpoints: str
     sends: Mapping[int, PairDigest]
     receives: Mapping[int, PairDigest]
 
@@ -118,7 +116,7 @@ class Agreement:
 
     def _gather_text(self, text: str, limit_bytes: Optional[int] = None) -> List[str]:
         """Every rank's text, cut to ``limit_bytes``; without a limit, the longest one's size is found out first."""
-        encoded = np.frombuffer(text.encode(), dtype=np.uint8)[:limit_bytes]
+        encoded = np.frombuffer(text.encode(errors='backslashreplace'), dtype=np.uint8)[:limit_bytes]
         if limit_bytes is None:
             sizes = torch.zeros(self._transport.size, dtype=torch.int64)
             self._transport.all_gather(list(sizes.split(1)), torch.tensor([len(encoded)]))
@@ -157,7 +155,7 @@ def _as_json(terms: Terms) -> str:
         peer: [pair.segments, pair.elements, pair.value]
         for peer, pair in side.items()
     } for side in (terms.sends, terms.receives))
-    return json.dumps({'settings': terms.settings, 'endpoints': terms.endpoints, 'sends': sends, 'receives': receives})
+    return json.dumps({'settings': terms.settings, 'sends': sends, 'receives': receives})
 
 
 def _differences(told: List[dict]) -> List[str]:
@@ -175,9 +173,8 @@ def _differences(told: List[dict]) -> List[str]:
     for source, target in sorted(pairs):
         sent, expected = told[source]['sends'].get(str(target)), told[target]['receives'].get(str(source))
         if sent != expected:
-            same_endpoints = told[source]['endpoints'] == told[target]['endpoints']
             differences.append(f'rank {source} sends {_pair(sent)} to rank {target}, which expects {_pair(expected)}'
-                               f'{_why(sent, expected)}; their endpoints {"agree" if same_endpoints else "differ"}')
+                               f'{_why(sent, expected)}')
     return differences
 
 

@@ -9,13 +9,16 @@ shape or flat), or any view of the shard's shape with strides of its own: a colu
 transposed weight. Everything is decided from shapes, strides and addresses; no element is read here.
 """
 
+import collections.abc
+import itertools
 from dataclasses import dataclass
 from math import prod
-from typing import Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
 
+from .affine_boxes import BoxJoin, lattice_boxes
 from .affine_transfer_schedule import AffineTransferExecutionError, ShardKey, of_parameter
 
 __all__ = [
@@ -61,14 +64,20 @@ def collect(side: str, buffers: Mapping[str, Mapping[int, torch.Tensor]]) -> Dic
     Raises AffineTransferExecutionError for what is no strided tensor.
     """
     tensors: Dict[ShardKey, torch.Tensor] = {}
-    for name, by_location in buffers.items():
-        for location, tensor in by_location.items():
+    for name, by_location in _items(f'the {side} buffers', buffers):
+        for location, tensor in _items(f'the {side} buffers{of_parameter(name)}', by_location):
             if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
                 raise AffineTransferExecutionError(f'{_buffer(side, name, location)} is no strided tensor but a '
                                                    f'{type(tensor).__name__}')
             if tensor.numel() > 0:
                 tensors[name, location] = tensor
     return tensors
+
+
+def _items(what: str, mapping):
+    if not isinstance(mapping, collections.abc.Mapping):
+        raise AffineTransferExecutionError(f'{what} must be a dict, not a {type(mapping).__name__}')
+    return mapping.items()
 
 
 def signature(tensors: Mapping[ShardKey, torch.Tensor]) -> Tuple:
@@ -97,7 +106,7 @@ def check_buffers(side: str, tensors: Mapping[ShardKey, torch.Tensor], shards: M
 
 
 def _buffer(side: str, name: str, location: int) -> str:
-    return f'the {side} buffer of location {location}{of_parameter(name)}'
+    return f'the {side} buffer of location {location!r}{of_parameter(name)}'
 
 
 def _check_storage(what: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
@@ -111,6 +120,8 @@ def _check_storage(what: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
     if hasattr(tensor, '__tensor_flatten__') or tensor.is_conj() or tensor.is_neg():
         raise AffineTransferExecutionError(f'{what} does not store the values it shows: pass the plain local tensor '
                                            f'instead of this {type(tensor).__name__}')
+    if tensor.untyped_storage().nbytes() == 0:
+        raise AffineTransferExecutionError(f'{what} has no storage: it was freed')
 
 
 def _check_shape(what: str, tensor: torch.Tensor, shard: Shard) -> None:
@@ -150,20 +161,60 @@ def check_disjoint(sources: Mapping[ShardKey, torch.Tensor], targets: Mapping[Sh
 
     Views may interleave, as column windows of one weight do, as long as no byte belongs to both.
     """
-    spans = sorted([*_spans('source', sources), *_spans('target', targets)], key=lambda span: span[:2])
-    for index, (_, end, side, key, tensor) in enumerate(spans):
-        for begin, _, other_side, other_key, other in spans[index + 1:]:
-            if begin >= end:
-                break
-            if 'target' in (side, other_side) and _share_bytes(tensor, other):
-                raise AffineTransferExecutionError(f'{_buffer(side, *key)} and {_buffer(other_side, *other_key)} '
-                                                   'share memory')
+    group: List[_Span] = []
+    group_end = 0
+    for span in sorted([*_spans('source', sources), *_spans('target', targets)], key=lambda span: span.begin):
+        if span.begin >= group_end:
+            _check_apart(group)
+            group = []
+        group.append(span)
+        group_end = max(group_end, span.end)
+    _check_apart(group)
 
 
-def _spans(side, tensors):
+class _Span(NamedTuple):
+    """A buffer, and the addresses in bytes [begin, end) that it reaches over."""
+    begin: int
+    end: int
+    side: str
+    key: ShardKey
+    tensor: torch.Tensor
+
+
+def _spans(side: str, tensors: Mapping[ShardKey, torch.Tensor]) -> Iterator[_Span]:
     for key, tensor in tensors.items():
         reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1
-        yield tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size(), side, key, tensor
+        yield _Span(tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size(), side, key, tensor)
+
+
+def _check_apart(group: List[_Span]) -> None:
+    """Refuse two buffers of a group that share a byte, one of them a target."""
+    if len(group) < 2 or all(span.side == 'source' for span in group):
+        return
+    for first, second in _meeting_spans(group):
+        if 'target' in (first.side, second.side):
+            raise AffineTransferExecutionError(
+                f'{_buffer(first.side, *first.key)} and {_buffer(second.side, *second.key)} share memory')
+
+
+def _meeting_spans(group: List[_Span]) -> Iterator[Tuple[_Span, _Span]]:
+    """The pairs that share a byte: all at once where the buffers are boxes of one grid of addresses."""
+    itemsizes = {span.tensor.element_size() for span in group}
+    offsets = [span.begin - group[0].begin for span in group]
+    if len(itemsizes) == 1 and not any(offset % max(itemsizes) for offset in offsets):
+        boxes = lattice_boxes([offset // max(itemsizes) for offset in offsets],
+                              [tuple(span.tensor.shape) for span in group], [span.tensor.stride() for span in group])
+        if boxes is not None:
+            for i, j in BoxJoin(boxes, boxes).blocks():
+                yield from ((group[first], group[second]) for first, second in zip(i.tolist(), j.tolist())
+                            if first < second)
+            return
+    for index, first in enumerate(group):
+        for second in itertools.islice(group, index + 1, None):
+            if second.begin >= first.end:
+                break
+            if _share_bytes(first.tensor, second.tensor):
+                yield first, second
 
 
 def _share_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:

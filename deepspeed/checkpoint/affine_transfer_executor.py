@@ -28,10 +28,11 @@ elements in this rank's buffer, in the form they travel in, is sent from or rece
 memory is used. ``TransferStats.peak_host_staging_bytes`` is what was really allocated.
 
 *Numbers.* Values become what ``tensor.to(dtype)`` makes of them, converted once: by the sender when the target's
-elements are no larger than the source's, else by the receiver.
+elements are no larger than the source's, else by the receiver. (NaN stays NaN; which bits it has is torch's affair.)
 """
 
 import hashlib
+import threading
 import time
 from collections import deque
 from contextlib import contextmanager
@@ -61,6 +62,7 @@ class TransferEndpoints:
     """Which rank of the group holds each location: ``{location: rank}`` per side, numbered independently.
 
     Location 0 of the source and location 0 of the target may be on different ranks; a rank may hold several locations.
+    Equal on all ranks.
     """
     source: Mapping[int, int]
     target: Mapping[int, int]
@@ -77,7 +79,7 @@ class TransferEndpoints:
     def digest(self) -> str:
         """A text that is equal for equal endpoints, and short for any number of them."""
         bound = (sorted(self.source.items()), sorted(self.target.items()))
-        return hashlib.blake2b(repr(bound).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(repr(bound).encode(), digest_size=8).hexdigest()
 
     def check_ranks(self, size: int) -> None:
         """Refuse a location that is bound to a rank outside a group of ``size`` ranks."""
@@ -150,6 +152,7 @@ class AffineTransferExecutor:
         self._transport = transport_over(group)
         self._agreement = Agreement(self._transport)
         self._broken: Optional[str] = None
+        self._one_at_a_time = threading.Lock()
         self._layout: Optional[Layout] = None
         self._checked: Optional[tuple] = None  # signatures of the buffers that passed the checks last
         fault, terms = None, None
@@ -164,15 +167,16 @@ class AffineTransferExecutor:
         """Write the values of all ranks' source buffers into their target buffers. Called by every rank.
 
         Buffers are ``{location: tensor}``, or ``{name: {location: tensor}}`` for named plans: in host memory, in the
-        shard's shape with any strides that keep its elements apart, or flat. Buffers without elements are ignored.
+        shard's shape with strides that each step over what the smaller ones reach, or flat. Buffers without elements
+        are ignored. Calls from several threads take turns.
         Raises AffineTransferExecutionError: on all ranks, with targets untouched, when one of them refuses; with
         targets undefined where the text says that the transfer failed after it began.
         """
-        if self._broken:
-            raise AffineTransferExecutionError(f'this executor can no longer be used: {self._broken}')
-        started = time.perf_counter()
         # Targets may be inference tensors, which can be written only in this mode; others are written as ever.
-        with torch.inference_mode():
+        with self._one_at_a_time, torch.inference_mode():
+            if self._broken:
+                raise AffineTransferExecutionError(f'this executor can no longer be used: {self._broken}')
+            started = time.perf_counter()
             fault, bound = None, None
             with self._giving_up('transfer failed before it began, targets are untouched'):
                 try:
@@ -183,7 +187,7 @@ class AffineTransferExecutor:
             with self._giving_up('transfer failed after it began, targets are undefined'):
                 _move(bound, self._transport, self._schedule.depth)
                 self._agreement.close()
-        return replace(self._stats, seconds=time.perf_counter() - started)
+            return replace(self._stats, seconds=time.perf_counter() - started)
 
     @contextmanager
     def _giving_up(self, told: str):
@@ -221,9 +225,11 @@ class AffineTransferExecutor:
         settings = {
             'dtype': str(dtype),
             'source dtype': str(source_dtype),
-            'bytes per peer': str(budget.bytes_per_peer)
+            'bytes per peer': str(budget.bytes_per_peer),
+            # Where ranks bind a location to one another, each would leave its copy to the other one.
+            'digest of the endpoints': endpoints.digest()
         }
-        return Terms(settings, endpoints.digest(), self._schedule.send_digests, self._schedule.receive_digests)
+        return Terms(settings, self._schedule.send_digests, self._schedule.receive_digests)
 
     def _bind(self, source_buffers, target_buffers) -> Bound:
         """The views of this call's buffers that bytes move from and to; refuses buffers before any byte moves."""

@@ -65,6 +65,9 @@ class JobOptions:
         if kv_heads % self.tp:
             raise ValueError(f'--tp {self.tp} cannot share the {kv_heads} key/value heads of the {self.model_size} '
                              'model: every rollout worker needs whole heads')
+        itemsize = {'bf16': 2, 'fp32': 4}[self.dtype]
+        if self.bytes_per_peer < itemsize:
+            raise ValueError(f'--bytes-per-peer {self.bytes_per_peer} has no room for one {self.dtype} element')
         if self.vocab_size < BYTE_VALUES:
             raise ValueError(f'--vocab-size {self.vocab_size} has no room for the {BYTE_VALUES} byte values')
         if self.corrupt is not None and not 0 <= self.corrupt < self.tp:

@@ -55,7 +55,7 @@ class Failure:
 def run_workers(workers, on_report):
     """Run all ``workers`` to their end, calling ``on_report(label, item)`` here for every item they report.
 
-    Raises WorkerFailed when one raises or dies. However this function ends (Ctrl-C too), no process is left.
+    Raises WorkerFailed when one raises or dies. However this function ends (Ctrl-C too), no worker is left.
     """
     processes, labels = [], {}
     try:

@@ -89,7 +89,8 @@ class ZeroAffineEngineMixin:
         rank and moves nothing else; later calls communicate nothing. Needs no optimizer step. Raises
         UnsupportedEngineError on every rank, before that collective, for what REFUSED_CONFIGURATIONS,
         REFUSED_ENGINES and SUPPORTED_CONFIGURATIONS exclude, and RuntimeError on every rank if the ranks do not
-        describe the same layout. All ranks return equal maps.
+        describe the same layout. All ranks return equal maps. They are kept, and parameters that are laid out alike
+        share one: do not change them.
         """
         maps = vars(self).get('_optimizer_storage_maps')
         if maps is None:
@@ -107,8 +108,8 @@ class ZeroAffineEngineMixin:
         dtype and on the device, accelerator or host, where the optimizer keeps them. ``'fp32'`` is the master in the
         dtype it is really kept in; other names are the inner optimizer's own per-element states, such as
         ``exp_avg``, ``momentum_buffer`` or ``sum``. Nothing is copied; what is written into a view is what the next
-        step reads. Views stay live over steps, until ``offload_states``, ``reload_states`` or ``load_checkpoint``:
-        then ask again.
+        step reads. Views stay live over steps, until ``destroy``, ``offload_states``, ``reload_states`` or
+        ``load_checkpoint``; after the last three, ask again.
 
         Local to the calling rank. Raises UnsupportedEngineError as the maps do, OptimizerStateNotReadyError for a
         state that the first step will create, and ValueError, with the names of those it keeps, for a state that this
@@ -391,14 +392,16 @@ def _state_tensors(optimizer: Any, state: str) -> List[torch.Tensor]:
     if all(state in states for states in kept):
         return [states[state] for states in kept]
     class_name = type(optimizer.optimizer).__name__
-    names = sorted(set().union(*kept))
-    if not names:
+    names = sorted(set.intersection(*map(set, kept))) if kept else []
+    if not any(kept):
         to_come = _states_of_first_step(optimizer)
         if to_come is None or state in to_come:
             raise OptimizerStateNotReadyError(f'{class_name} has no state {state!r} before its first step')
         names = to_come
-    extent = 'for some parameters only' if state in names else 'for no parameter'
-    raise ValueError(f'{class_name} keeps the state {state!r} {extent}; it keeps {", ".join([MASTER_STATE] + names)}')
+    extent = 'for some parameters only' if any(state in states for states in kept) else 'for no parameter'
+    raise ValueError(
+        f'{class_name} keeps the state {state!r} {extent}; for all of them it keeps {", ".join([MASTER_STATE] + names)}'
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,9 @@
 
 import gc
 import itertools
+import sys
+import threading
+import time
 
 import numpy
 import pytest
@@ -14,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed.checkpoint.affine import contiguous_split_map, flat_range_map
-from deepspeed.checkpoint.affine_transfer import TransferPlan, TransferSegment, plan_transfer
+from deepspeed.checkpoint.affine import contiguous_split_map, flat_range_map, replicated_map
+from deepspeed.checkpoint.affine_transfer import TransferPlan, TransferSegment, plan_model, plan_transfer
 from deepspeed.checkpoint.affine_transfer_buffers import Copy, axes_of, readdress
 from deepspeed.checkpoint.affine_transfer_executor import (AffineTransferExecutionError, AffineTransferExecutor,
                                                            StagingBudget, TransferEndpoints, execute_transfer)
@@ -123,7 +126,7 @@ def test_a_lazy_conjugate_is_refused():
 
 
 def test_buffers_that_are_no_dict_are_refused():
-    refuses('AttributeError', FOUR, [torch.zeros(4)], {0: torch.zeros(4)})
+    refuses('source buffers must be a dict, not a list', FOUR, [torch.zeros(4)], {0: torch.zeros(4)})
 
 
 def test_without_shard_shapes_a_buffer_must_reach_as_far_as_the_segments_do():
@@ -432,3 +435,85 @@ def test_a_budget_below_one_element_of_the_wire_is_refused():
 def test_a_group_that_is_none_is_told_apart_from_a_process_that_is_no_member():
     with pytest.raises(TypeError, match='not a process group that this process is a member of'):
         AffineTransferExecutor(FOUR, HERE, dtype=torch.float32, group=object())
+
+
+def test_a_thousand_column_windows_of_one_weight_are_told_apart_at_once():
+    columns = 1500
+    weight = torch.full((4, columns + 1), NAN)
+    plan = plan_transfer(contiguous_split_map((4, columns), [1] * columns, 1), replicated_map((4, columns), 1))
+    endpoints = TransferEndpoints({0: 0}, dict.fromkeys(range(columns), 0))
+    source = torch.arange(4. * columns).view(4, columns)
+    windows = {column: weight[:, column:column + 1] for column in range(columns)}
+    began = time.process_time()
+    execute(plan, {0: source}, windows, endpoints=endpoints)
+    # Pair by pair it took a minute; a machine may be slow, but not that slow.
+    assert time.process_time() - began < 15
+    assert torch.equal(weight[:, :columns], source) and weight[:, columns].isnan().all()
+    with pytest.raises(AffineTransferExecutionError, match='location 7 and .* location 8 share memory'):
+        execute(plan, {0: source}, {**windows, 8: weight[:, 7:8]}, endpoints=endpoints)
+
+
+def test_calls_from_several_threads_take_turns():
+    # Two geometries in turn: a call that met the other one's layout would write elsewhere.
+    plan = plan_transfer(replicated_map((40, 40), 1), replicated_map((40, 40), 1))
+    executor = AffineTransferExecutor(plan, HERE, dtype=torch.float32)
+    wrong = []
+
+    def run(number):
+        for turn in range(100):
+            base = torch.full((40, 80), NAN)
+            target = base[:, :40] if number else base.view(-1)[:1600].view(40, 40)
+            source = torch.full((40, 40), float(turn))
+            executor.execute({0: source}, {0: target})
+            if not torch.equal(target, source) or int(base.isnan().sum()) != 1600:
+                wrong.append((number, turn))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=run, args=(number, )) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert wrong == []
+
+
+def test_a_freed_buffer_and_a_location_that_is_no_number_are_refused_by_name():
+    plan = plan_transfer(replicated_map((3, ), 1), replicated_map((3, ), 1))
+    freed = torch.zeros(3)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(AffineTransferExecutionError, match='source buffer of location 0 has no storage'):
+        execute(plan, {0: freed}, {0: torch.zeros(3)})
+    with pytest.raises(AffineTransferExecutionError, match="target buffer of location '0'"):
+        execute(plan, {0: torch.zeros(3)}, {'0': torch.zeros(3)})
+
+
+def test_parameters_that_are_apart_on_one_side_fill_their_parts_of_a_fused_shard():
+    # q, k and v of a trainer, and rank 1 of 2 of an engine that keeps them packed.
+    parts = {'q': torch.arange(24.).view(8, 3), 'k': torch.arange(24., 36.).view(4, 3), 'v': -torch.ones(4, 3)}
+    fused = torch.full((8, 3), NAN)
+    rows = {name: len(part) // 2 for name, part in parts.items()}
+    starts = dict(zip(parts, itertools.accumulate(rows.values(), initial=0)))
+    plans = plan_model({
+        name: contiguous_split_map(part.shape, [rows[name]] * 2, 0)
+        for name, part in parts.items()
+    }, {
+        name: replicated_map(part.shape, 1)
+        for name, part in parts.items()
+    },
+                       source_ranks={},
+                       target_ranks={1})
+    executor = AffineTransferExecutor(plans, TransferEndpoints({0: 0}, {1: 0}), dtype=torch.float32)
+    executor.execute({
+        name: {
+            0: part
+        }
+        for name, part in parts.items()
+    }, {name: {
+        1: fused.narrow(0, starts[name], rows[name])
+    }
+        for name in parts})
+    assert torch.equal(fused, torch.cat([part[len(part) // 2:] for part in parts.values()]))

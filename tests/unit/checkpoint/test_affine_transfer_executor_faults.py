@@ -101,7 +101,7 @@ KINDS = {
     'expanded': 'the source buffer of location 1 of w is expanded or overlaps itself: shape (8,), strides (0,)',
     'aliasing': 'the source buffer of location 1 of w and the target buffer of location 0 of w share memory',
     'on a device': 'the target buffer of location 0 of w is on device meta, and only host memory can be moved so far',
-    'no dict': "AttributeError: 'list' object has no attribute 'items'",
+    'no dict': 'the source buffers of w must be a dict, not a list',
 }
 
 
@@ -208,18 +208,44 @@ def test_ranks_with_another_plan_budget_dtype_or_endpoints_are_found_before_anyt
     assert told['budget'] == 'bytes per peer: 1048576 on ranks 0, 2, 3, 128 on rank 1'
     assert told['dtype'] == 'dtype: torch.float32 on ranks 0, 2, 3, torch.bfloat16 on rank 1'
     assert told['source dtype'] == 'source dtype: torch.float32 on ranks 0, 2, 3, torch.float64 on rank 1'
-    elsewhere = ' at other addresses, of other parameters or in another order; their endpoints agree'
+    elsewhere = ' at other addresses, of other parameters or in another order'
     assert told['another address'] == (
         'rank 1 sends 1 segments of 4 elements to rank 2, which expects 1 segments of 4 '
         'elements' + elsewhere)
-    assert told['one segment fewer'] == (
-        'rank 1 sends nothing to rank 2, which expects 1 segments of 4 elements; their '
-        'endpoints agree')
+    assert told['one segment fewer'] == ('rank 1 sends nothing to rank 2, which expects 1 segments of 4 elements')
     assert told['another order'] == ('rank 0 sends 1 segments of 4 elements to rank 1, which expects 2 segments of 4 '
-                                     'elements; their endpoints agree')
+                                     'elements')
     assert told['another name'].count(elsewhere) == 2
+    assert re.match('digest of the endpoints: [0-9a-f]{16} on .*, [0-9a-f]{16} on rank 1;', told['endpoints'])
     assert 'rank 0 sends 1 segments of 4 elements to rank 1' in told['endpoints']
-    assert 'their endpoints differ' in told['endpoints']
+
+
+def leave_the_copy_to_each_other(rank):
+    # Either rank binds both ends to the other one, so neither has anything to copy or to send.
+    elsewhere = TransferEndpoints({0: 1 - rank}, {0: 1 - rank})
+    return text_of(lambda: executor_of(plans={'w': plan_of((0, 0, 0, 0, 4))}, endpoints=elsewhere))
+
+
+def test_ranks_that_leave_a_copy_to_each_other_are_told_so():
+    texts = run_ranks(leave_the_copy_to_each_other, 2)
+    assert texts[0] == texts[1]
+    assert re.search('schedule: digest of the endpoints: [0-9a-f]{16} on rank 0, [0-9a-f]{16} on rank 1$', texts[0])
+
+
+def refuse_with_text_that_is_no_unicode(rank):
+    executor = executor_of()
+    sources, targets = buffers_of(rank)
+    wrong = {**sources, 'w\udc80': {0: torch.zeros(1)}} if rank == 1 else sources
+    text = text_of(lambda: executor.execute(wrong, targets))
+    executor.execute(sources, targets)
+    assert_moved(rank, targets)
+    return text
+
+
+def test_a_refusal_that_cannot_be_written_as_unicode_is_a_refusal_all_the_same():
+    texts = run_ranks(refuse_with_text_that_is_no_unicode, 4)
+    assert texts.count(texts[0]) == 4
+    assert 'rank 1' in texts[0] and 'udc80' in texts[0]
 
 
 def plans_cut_down_to_one_rank(rank):

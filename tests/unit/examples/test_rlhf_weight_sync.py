@@ -195,7 +195,8 @@ def test_a_token_that_one_process_would_not_generate_is_found():
         reference.verify_tokens(tokens, prompt_tokens=6)
 
 
-@pytest.mark.parametrize('arguments', [('--tp', '3'), ('--vocab-size', '255'), ('--steps', '0'), ('--corrupt', '2')])
+@pytest.mark.parametrize('arguments', [('--tp', '3'), ('--vocab-size', '255'), ('--steps', '0'), ('--corrupt', '2'),
+                                       ('--bytes-per-peer', '1')])
 def test_options_that_make_no_sense_are_refused_before_anything_starts(arguments, capsys):
     with pytest.raises(SystemExit) as exit_info:
         main(['--model-size', 'tiny', *arguments])

@@ -291,10 +291,7 @@ def test_states_that_come_with_the_first_step_are_told_from_those_that_never_com
 
 @each_optimizer
 def test_the_error_for_a_state_that_is_never_kept_lists_those_that_are(stage, label):
-    if label == 'SGD half with momentum':
-        listed = ['momentum_buffer']
-    else:
-        listed = sorted(OPTIMIZERS[label][3])
+    listed = sorted(OPTIMIZERS[label][3])
     for seen in observed(observe_optimizers, 2):
         message = str(seen[stage, label]['after'][ALL_STATES.index('variance')])
         assert message.endswith('it keeps ' + ', '.join(['fp32'] + listed))
