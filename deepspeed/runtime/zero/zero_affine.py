@@ -399,9 +399,8 @@ def _state_tensors(optimizer: Any, state: str) -> List[torch.Tensor]:
             raise OptimizerStateNotReadyError(f'{class_name} has no state {state!r} before its first step')
         names = to_come
     extent = 'for some parameters only' if any(state in states for states in kept) else 'for no parameter'
-    raise ValueError(
-        f'{class_name} keeps the state {state!r} {extent}; for all of them it keeps {", ".join([MASTER_STATE] + names)}'
-    )
+    names = ', '.join([MASTER_STATE] + names)
+    raise ValueError(f'{class_name} keeps the state {state!r} {extent}; for all of them it keeps {names}')
 
 
 # ---------------------------------------------------------------------------------------------------------------------
