@@ -119,15 +119,24 @@ def piece_columns(pieces_by_rank: Mapping[int, Sequence]) -> PieceColumns:
             raise AffineMapError(f'rank {rank}: {piece} has other numbers of strides than dimensions')
         if piece.shape and min(piece.shape) < 0:
             raise AffineMapError(f'rank {rank}: {piece} has a negative size')
-        if abs(rank) >= _INT64_LIMIT:
-            raise RankIdError(f'rank {rank}: a rank is below 2**62')
-        _check_fits_int64(f'rank {rank}: {piece}', piece.numel, (piece.source_offset, piece.source_strides),
-                          (piece.dest_offset, piece.dest_strides), piece.shape)
+    try:
+        columns = _as_columns(ranked)
+        fits = _fits_int64(columns)
+    except OverflowError:
+        # Some number is no int64 at all: look at them one by one.
+        fits = [_fits_int64(_as_columns([entry], np.float64)).all() for entry in ranked]
+    if not np.all(fits):
+        rank, piece = ranked[int(np.argmin(fits))]
+        raise AffineMapError(f'rank {rank}: {piece} reaches beyond 2**62 elements')
+    return columns
+
+
+def _as_columns(ranked, dtype=np.int64) -> PieceColumns:
     pieces = [piece for _, piece in ranked]
     ndim = max((len(piece.shape) for piece in pieces), default=1)
 
     def column(values):
-        return np.array(values, dtype=np.int64)
+        return np.array(values, dtype=dtype)
 
     def rows(values, fill):
         return column([(fill, ) * (ndim - len(row)) + row for row in values]).reshape(-1, max(ndim, 1))
@@ -141,13 +150,15 @@ def piece_columns(pieces_by_rank: Mapping[int, Sequence]) -> PieceColumns:
                         pieces=pieces)
 
 
-def _check_fits_int64(what, numel, source, dest, shape) -> None:
-    for offset, strides in (source, dest):
-        reach = abs(offset)
-        for size, stride in zip(shape, strides):
-            reach += (size - 1) * abs(stride)
-        if reach >= _INT64_LIMIT or numel >= _INT64_LIMIT:
-            raise AffineMapError(f'{what} reaches beyond 2**62 elements')
+def _fits_int64(columns: PieceColumns) -> np.ndarray:
+    """Which pieces have addresses, sizes and ranks that 64 bits hold; in floating point, which does not wrap."""
+    shape = columns.shape.astype(np.float64)
+    fits = (np.prod(shape, axis=1) < _INT64_LIMIT) & (np.abs(columns.rank.astype(np.float64)) < _INT64_LIMIT)
+    for offset, strides in ((columns.source_offset, columns.source_strides), (columns.dest_offset,
+                                                                              columns.dest_strides)):
+        reach = np.abs(offset.astype(np.float64)) + ((shape - 1) * np.abs(strides.astype(np.float64))).sum(axis=1)
+        fits &= reach < _INT64_LIMIT
+    return fits
 
 
 def piece_table(columns: PieceColumns, logical_shape: Sequence[int]) -> PieceTable:

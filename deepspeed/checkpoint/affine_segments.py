@@ -38,12 +38,19 @@ class SegmentTable(NamedTuple):
 
     def rows(self) -> List[Tuple]:
         """Python values in the order of TransferSegment's fields; leading dimensions of size 1 are left out."""
-        ndim = self.shape.shape[1]
-        skips = (ndim - self.dims()).tolist()
-        columns = [column.tolist() for column in self]
-        return [(source_rank, source_offset, tuple(source_strides[skip:]), target_rank, target_offset,
-                 tuple(target_strides[skip:]), tuple(shape[skip:])) for source_rank, source_offset, source_strides,
-                target_rank, target_offset, target_strides, shape, skip in zip(*columns, skips)]
+        skips = self.shape.shape[1] - self.dims()
+        return list(
+            zip(self.source_rank.tolist(), self.source_offset.tolist(), _row_tuples(self.source_strides, skips),
+                self.target_rank.tolist(), self.target_offset.tolist(), _row_tuples(self.target_strides, skips),
+                _row_tuples(self.shape, skips)))
+
+
+def _row_tuples(rows: np.ndarray, skips: np.ndarray) -> List[Tuple[int, ...]]:
+    """Each row as a tuple, without its first ``skips`` values."""
+    if len(rows) and np.all(rows == rows[0]) and np.all(skips == skips[0]):
+        # As in a reshard into equal parts: one tuple instead of a million spares memory and garbage collection.
+        return [tuple(rows[0, skips[0]:].tolist())] * len(rows)
+    return [tuple(row[skip:]) for row, skip in zip(rows.tolist(), skips.tolist())]
 
 
 def coalesce(table: SegmentTable, max_passes: int) -> SegmentTable:

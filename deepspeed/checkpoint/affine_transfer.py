@@ -189,8 +189,13 @@ def plan_model(target_maps: Mapping[str, ParamAffineMap],
     elif source_ranks is not None or target_ranks is not None:
         source_ranks, target_ranks = frozenset(source_ranks or ()), frozenset(target_ranks or ())
     names_by_geometry: Dict[Tuple[ParamAffineMap, ParamAffineMap], List[str]] = {}
+    names_by_identity: Dict[Tuple[int, int], List[str]] = {}
     for name in sorted(target_maps):
-        names_by_geometry.setdefault((target_maps[name], source_maps[name]), []).append(name)
+        maps = (target_maps[name], source_maps[name])
+        # Comparing maps by value is dear, and many parameters share theirs.
+        if tuple(map(id, maps)) not in names_by_identity:
+            names_by_identity[tuple(map(id, maps))] = names_by_geometry.setdefault(maps, [])
+        names_by_identity[tuple(map(id, maps))].append(name)
     plans: Dict[str, TransferPlan] = {}
     turn = 0
     for maps, names in names_by_geometry.items():

@@ -7,7 +7,10 @@ from hypothesis import HealthCheck, settings
 
 
 def pytest_addoption(parser):
-    parser.addoption('--property-cases', type=int, default=300, help='random cases for every property (default: 300)')
+    parser.addoption('--property-cases',
+                     type=int,
+                     default=2000,
+                     help='random cases for every property (default: 2000)')
 
 
 def pytest_configure(config):

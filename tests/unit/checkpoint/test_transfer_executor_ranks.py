@@ -17,7 +17,7 @@ from deepspeed.checkpoint.affine import contiguous_split_map, flat_range_map
 from deepspeed.checkpoint.affine_transfer import plan_model, plan_transfer
 from deepspeed.checkpoint.affine_transfer_executor import (AffineTransferExecutor, StagingBudget, TransferEndpoints,
                                                            execute_transfer)
-from unit.checkpoint.test_affine_transfer_executor_buffers import AllocatingCalls
+from unit.checkpoint.test_transfer_executor_buffers import AllocatingCalls
 from unit.checkpoint.transfer_cases import (LAYOUTS, GuardedBuffer, line_plan, oracle_shard, random_map, random_shape)
 from unit.ranks import rank_folder, run_ranks
 

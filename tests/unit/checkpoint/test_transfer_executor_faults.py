@@ -18,7 +18,7 @@ import torch
 
 from deepspeed.checkpoint.affine_transfer_executor import (AffineTransferExecutionError, AffineTransferExecutor,
                                                            StagingBudget, TransferEndpoints)
-from unit.checkpoint.test_affine_transfer_executor_ranks import RecordingGroup, gloo_outside_any_world, world
+from unit.checkpoint.test_transfer_executor_ranks import RecordingGroup, gloo_outside_any_world, world
 from unit.checkpoint.transfer_cases import line_plan
 from unit.ranks import RankFailure, run_ranks
 
