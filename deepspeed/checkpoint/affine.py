@@ -471,7 +471,8 @@ def nest_affine_maps(outer: ParamAffineMap, inner_by_rank: Mapping[int, ParamAff
     0, 1, 2, 3 hold elements 0, 2, 1, 3.
 
     Raises RankIdError for missing or extra inner ranks and for a location used under two outer ranks, ShardSizeError
-    for an inner map of another size than the outer shard, UnreadablePieceError where a shard's pieces are not boxes.
+    for an inner map of another size than the outer shard, UnreadablePieceError where an outer piece steps through its
+    shard by strides that do not nest, or an inner one is neither a box nor a range of the shard.
     """
     check_ranks(outer.shard_shapes, outer.pieces_by_rank)
     if outer.shard_shapes.keys() != inner_by_rank.keys():
@@ -535,8 +536,7 @@ def _address_ranges(rank: int, inner: ParamAffineMap) -> List[_AddressRange]:
             for size, stride, dest, row_major in zip(piece.shape, piece.source_strides, piece.dest_strides, along):
                 if size > 1 and (stride * step != row_major or dest != row_major):
                     raise UnreadablePieceError(f'outer rank {rank}, location {location}: {piece} is not a contiguous '
-                                               'range of the flattened shard, and the outer pieces are not boxes of '
-                                               'the shard')
+                                               'range of the flattened shard')
             start = piece.source_offset
             ranges.append(_AddressRange(start, start + piece.numel, piece.dest_offset, step, location, piece))
     return ranges
