@@ -25,6 +25,7 @@ from deepspeed.checkpoint.affine import contiguous_split_map
 from deepspeed.checkpoint.affine_transfer import SpreadReplicas, TransferPlan, plan_model, plan_transfer
 
 from layouts import (replicated_maps, rollout_maps, split_sizes, zero_in_tensor_parallel_map, zero_map, zero_maps)
+from memory import MemoryGrowth
 from models import parameter_shapes
 from peers import Upstream, UpstreamMissing, sources_of_elements
 from report import Row, growth_exponent, machine, print_table, quartiles, sorting_ms, timed_ms, write_json
@@ -237,9 +238,7 @@ def _in_fresh_process(function, *arguments) -> Any:
 
 def _plan_part(shapes: Mapping[str, Tuple[int, ...]], job: Job, role: str, rank: int) -> Row:
     """Times and memory of one rank's part, from the parameters' shapes on, in a process that did nothing before."""
-    before_kib = _resident_kib('VmRSS')
-    # Lets VmHWM, the peak of VmRSS, start anew.
-    Path('/proc/self/clear_refs').write_text('5')
+    growth = MemoryGrowth()
     begin = time.perf_counter()
     source_maps = zero_maps(shapes, job.trainers)
     target_maps = rollout_maps(shapes, job.tensor_parallel, job.groups)
@@ -247,20 +246,15 @@ def _plan_part(shapes: Mapping[str, Tuple[int, ...]], job: Job, role: str, rank:
     ranks = {'source_ranks': [rank]} if role == 'trainer' else {'target_ranks': [rank]}
     plans = plan_model(target_maps, source_maps, **ranks)
     planned = time.perf_counter()
-    growth_kib = _resident_kib('VmHWM') - before_kib
+    growth_mb = growth.peak_mb()
     return {
         'segments': sum(len(plan.segments) for plan in plans.values()),
         'maps_ms': 1000 * (built - begin),
         'plan_ms': 1000 * (planned - built),
         'total_ms': 1000 * (planned - begin),
-        'growth_mb': growth_kib * 1024 / 1e6,
+        'growth_mb': growth_mb,
         'sort_ms': sorting_ms()
     }
-
-
-def _resident_kib(field: str) -> int:
-    status = dict(line.split(':', 1) for line in Path('/proc/self/status').read_text().splitlines())
-    return int(status[field].split()[0])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

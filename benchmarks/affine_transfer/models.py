@@ -7,7 +7,7 @@
 Only what determines a shape is written out; the values are those of each model's published ``config.json``.
 """
 
-from typing import Dict, Mapping, NamedTuple, Tuple
+from typing import Dict, Mapping, NamedTuple, Tuple, Union
 
 import torch
 
@@ -72,15 +72,28 @@ MODELS = {
 }
 
 
-def parameter_shapes(model: str) -> Dict[str, Shape]:
-    """The shape of every parameter of a model of ``MODELS``, by name, without allocating any.
+def llama_of(scale: float) -> ModelConfig:
+    """A Llama with about ``scale`` * 264 million parameters, narrower as it is smaller, all dimensions even."""
+    head = max(2, 2 * round(32 * scale**0.5))
+    return ModelConfig(
+        'Llama',
+        dict(vocab_size=500 * head,
+             hidden_size=16 * head,
+             intermediate_size=56 * head,
+             num_hidden_layers=14,
+             num_attention_heads=16,
+             num_key_value_heads=8))
+
+
+def parameter_shapes(model: Union[str, ModelConfig]) -> Dict[str, Shape]:
+    """The shape of every parameter of a model, or of one of ``MODELS``, by name, without allocating any.
 
     transformers keeps the experts of a layer in one parameter with the expert as its first dimension.
     """
     # Takes seconds to import, and whoever asks for no shapes does not need it.
     import transformers
 
-    architecture, arguments = MODELS[model]
+    architecture, arguments = MODELS[model] if isinstance(model, str) else model
     config = getattr(transformers, f'{architecture}Config')(**arguments, tie_word_embeddings=False)
     with torch.device('meta'):
         module = getattr(transformers, f'{architecture}ForCausalLM')(config)

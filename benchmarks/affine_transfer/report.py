@@ -68,9 +68,12 @@ def machine() -> Dict[str, str]:
 
 
 def _commit() -> str:
-    """The checkout's commit, with a + where a tracked file differs from it; '' outside a checkout."""
+    """The checkout's commit, with a + where a tracked file differs from it; '' outside a checkout or without git."""
     command = ['git', 'describe', '--always', '--dirty=+', '--exclude=*']
-    return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    try:
+        return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:
+        return ''
 
 
 def print_table(title: str, rows: Sequence[Row]) -> None:
