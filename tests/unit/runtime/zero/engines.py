@@ -13,6 +13,7 @@ import numpy
 import torch
 from unit.ranks import RankFailure, run_ranks
 
+DTYPES = {'fp32': torch.float32, 'bf16': torch.bfloat16, 'fp16': torch.float16}
 # Dozens of engines each; the world of 3 takes 20 s on 2 idle cores.
 OBSERVATION_TIMEOUT_S = 300
 
@@ -45,13 +46,13 @@ class TinyModel(torch.nn.Module):
 
 
 class EvenModel(torch.nn.Module):
-    """Every parameter has a multiple of 6 elements: DeepSpeed's ``safe_set_full_*`` cannot write uneven ones."""
+    """Every parameter has a multiple of 12 elements: DeepSpeed's ``safe_set_full_*`` cannot write uneven ones."""
 
     def __init__(self):
         super().__init__()
         self.tokens = torch.nn.Embedding(6, 12)
-        self.up = torch.nn.Linear(12, 6)
-        self.head = torch.nn.Linear(6, 6)
+        self.up = torch.nn.Linear(12, 12)
+        self.head = torch.nn.Linear(12, 12)
 
     def forward(self, tokens):
         logits = self.head(torch.tanh(self.up(self.tokens(tokens))))
@@ -62,7 +63,8 @@ def observed(observe, world_size):
     """What each rank's ``observe(rank)`` returned; the ranks run once for all tests that ask, also when they fail."""
     results, failure = _run_once(observe, world_size)
     if failure is not None:
-        raise failure
+        # Its traceback would grow with every test that raises it, and the time to print it with that.
+        raise failure.with_traceback(None)
     return results
 
 
@@ -80,6 +82,22 @@ def start_deepspeed():
     deepspeed.init_distributed(dist_backend='gloo')
     # Building a stage 3 engine collects garbage; looking through all imported modules each time took most of the time.
     gc.freeze()
+
+
+def partitioned(model_class, config):
+    """A model built under ``deepspeed.zero.Init``."""
+    import deepspeed
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        return model_class()
+
+
+def three_groups(name):
+    """The parameter group of a parameter of ``TinyModel``; the groups are in another order than the parameters."""
+    return 0 if name.endswith('bias') or name in ('pair', 'scale') else 1 if name in ('mix', 'up.weight') else 2
+
+
+def reversed_adam(groups, **options):
+    return torch.optim.Adam([{'params': group['params'][::-1]} for group in groups], **options)
 
 
 def config_of(stage, offload_optimizer='none', dtype='fp32', grad_accum_dtype=None, **zero_options):
@@ -111,7 +129,8 @@ def config_of(stage, offload_optimizer='none', dtype='fp32', grad_accum_dtype=No
 def build_engine(config, model_class=TinyModel, optimizer=torch.optim.Adam, group_of=None, seed=7, **options):
     """A real engine around ``model_class()``, built alike on every rank.
 
-    ``group_of`` puts a parameter name into a parameter group by its result; ``options`` go to the optimizer.
+    ``group_of`` puts a parameter name into a parameter group by its result; ``options`` go to the optimizer, which
+    None leaves out.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -122,8 +141,10 @@ def build_engine(config, model_class=TinyModel, optimizer=torch.optim.Adam, grou
     groups = {}
     for name, parameter in model.named_parameters():
         groups.setdefault(group_of(name) if group_of else 0, []).append(parameter)
-    options.setdefault('lr', 0.05)
-    client_optimizer = optimizer([{'params': groups[key]} for key in sorted(groups)], **options)
+    client_optimizer = None
+    if optimizer is not None:
+        options.setdefault('lr', 0.05)
+        client_optimizer = optimizer([{'params': groups[key]} for key in sorted(groups)], **options)
     engine, *_ = deepspeed.initialize(model=model, optimizer=client_optimizer, config=config, dist_init_required=False)
     return engine
 
@@ -139,6 +160,18 @@ def train(engine, steps, first=0):
         engine.step()
 
 
+def losses_of(model, vocabulary):
+    """The loss of fixed tokens, while training, evaluating and without gradients."""
+    tokens = torch.randint(vocabulary, (2, 6), generator=torch.Generator().manual_seed(5))
+    losses = []
+    for is_training, has_gradients in itertools.product((True, False), repeat=2):
+        model.train(is_training)
+        with torch.set_grad_enabled(has_gradients):
+            losses.append(model(tokens).item())
+    model.train()
+    return losses
+
+
 def own_flats(engine):
     """The flat masters that the engine's optimizer steps on, read from the optimizer itself."""
     for attribute in ('single_partition_of_fp32_groups', 'fp32_partitioned_groups_flat', 'fp32_groups_flat_partition'):
@@ -152,6 +185,15 @@ def own_states(engine, state):
     return [engine.optimizer.optimizer.state[flat][state] for flat in own_flats(engine)]
 
 
+def label_flats(flats, rank):
+    """Number the elements of all groups' whole buffers through; a rank's flat tensor is its part of a group's."""
+    first = 0
+    for flat in flats:
+        partition = flat.numel()
+        flat.data.copy_(torch.arange(first + rank * partition, first + (rank + 1) * partition))
+        first += partition * torch.distributed.get_world_size()
+
+
 def full_reference(engine, state):
     """{name: full tensor} by DeepSpeed's own accessors.
 
@@ -163,6 +205,14 @@ def full_reference(engine, state):
             parameter, state)).detach().cpu().clone()
         for name, parameter in engine.module.named_parameters() if parameter.requires_grad
     }
+
+
+def gathered(engine):
+    """{name: full array} by DeepSpeed's own gathering, which does nothing under stages 1 and 2."""
+    import deepspeed
+    named = dict(engine.module.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(named.values())):
+        return arrays_of(named)
 
 
 def arrays_of(views):
@@ -185,7 +235,7 @@ def element_order(plain_map, rank):
             position = dest + sum(i * stride for i, stride in zip(index, dest_strides))
             assert position not in order, f'element {position} of the shard is described twice'
             order[position] = source + sum(i * stride for i, stride in zip(index, source_strides))
-    assert sorted(order) == list(range(*shard['shard_shape'])), 'the pieces do not cover the shard'
+    assert sorted(order) == list(range(math.prod(shard['shard_shape']))), 'the pieces do not cover the shard'
     return [order[position] for position in sorted(order)]
 
 
@@ -211,7 +261,37 @@ def write_full(engine, state, full):
         view.copy_(full[name].flatten()[element_order(maps[name].to_dict(), rank)])
 
 
+def plain_maps(maps):
+    """{name: map in its plain form}"""
+    return {name: parameter_map.to_dict() for name, parameter_map in maps.items()}
+
+
 def collectives_so_far():
     """How many collectives this process has begun, over all its groups, by the count that each group keeps."""
     groups = torch.distributed.distributed_c10d._world.pg_map
     return sum(group._get_sequence_number_for_group() for group in groups)
+
+
+def collectives_of(*calls):
+    """How many collectives this process begins in each of the calls, made one after another."""
+    counts = [collectives_so_far()]
+    for call in calls:
+        call()
+        counts.append(collectives_so_far())
+    return [after - before for before, after in zip(counts, counts[1:])]
+
+
+def operators_of(call):
+    """The names of the tensor operators that ``call`` runs."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Recorder(TorchDispatchMode):
+        names = set()
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.names.add(function.overloadpacket.__name__)
+            return function(*args, **(kwargs or {}))
+
+    with Recorder() as recorder:
+        call()
+    return recorder.names
