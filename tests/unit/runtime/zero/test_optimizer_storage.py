@@ -4,6 +4,8 @@
 # DeepSpeed Team
 """Every supported configuration on real engines: maps and live views against DeepSpeed's own accessors.
 
+Where the optimizer is offloaded, some engines have ``pin_memory`` on and others off; a CPU pins nothing either way.
+
 All configurations of one world size are observed in one start of its ranks; the tests judge what was observed.
 """
 
@@ -11,8 +13,8 @@ import numpy
 import pytest
 import torch
 from unit.runtime.zero.engines import (EvenModel, TinyModel, arrays_of, assemble, build_engine, collectives_so_far,
-                                       config_of, full_reference, observed, own_flats, own_states, start_deepspeed,
-                                       train, write_full)
+                                       config_of, full_reference, observed, operators_of, own_flats, own_states,
+                                       start_deepspeed, train, write_full)
 
 from deepspeed.runtime.zero.zero_affine import (SUPPORTED_CONFIGURATIONS, OptimizerStateNotReadyError)
 
@@ -25,11 +27,12 @@ CONFIGURATIONS = [
 each_configuration = pytest.mark.parametrize('world_size, configuration', CONFIGURATIONS)
 
 
-def engine_of(configuration, model_class):
-    grad_accum_dtype = 'fp32' if configuration.optimizer_class == 'BF16_Optimizer' else None
-    return build_engine(
-        config_of(configuration.stage, configuration.offload_optimizer, configuration.dtype, grad_accum_dtype),
-        model_class)
+def engine_of(configuration, model_class, pin_memory):
+    stage, offload, dtype, optimizer_class = configuration
+    if offload == 'cpu':
+        offload = {'device': 'cpu', 'pin_memory': pin_memory}
+    grad_accum_dtype = 'fp32' if optimizer_class == 'BF16_Optimizer' else None
+    return build_engine(config_of(stage, offload, dtype, grad_accum_dtype), model_class)
 
 
 def of_configuration(world_size, configuration):
@@ -49,7 +52,7 @@ def observe_all(rank):
 
 
 def observe_storage(configuration):
-    engine = engine_of(configuration, TinyModel)
+    engine = engine_of(configuration, TinyModel, pin_memory=True)
     seen = {'optimizer_class': type(engine.optimizer).__name__}
     counts = [collectives_so_far()]
     masters = engine.optimizer_storage()
@@ -101,26 +104,10 @@ def views_outside_the_optimizer(engine, state):
     return [name for name, view in views.items() if view.untyped_storage().data_ptr() not in storages]
 
 
-def operators_of(call):
-    """The names of the tensor operators that ``call`` runs."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Recorder(TorchDispatchMode):
-        names = set()
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            self.names.add(function.overloadpacket.__name__)
-            return function(*args, **(kwargs or {}))
-
-    with Recorder() as recorder:
-        call()
-    return recorder.names
-
-
 def observe_writing(configuration):
     """The same new values, through the views of one engine and through ``safe_set_full_*`` of its twin; two steps."""
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-    written, twin = engine_of(configuration, EvenModel), engine_of(configuration, EvenModel)
+    written, twin = (engine_of(configuration, EvenModel, pin_memory) for pin_memory in (True, False))
     for engine in (written, twin):
         train(engine, 1)
     seen = {'new': {}}

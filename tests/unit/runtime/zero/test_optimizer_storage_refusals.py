@@ -7,7 +7,8 @@
 import pytest
 import torch
 from unit.runtime.zero.engines import (EvenModel, TinyModel, build_engine, collectives_so_far, config_of, observed,
-                                       start_deepspeed)
+                                       reversed_adam, start_deepspeed)
+from unit.runtime.zero.parallel_engines import adam_of_experts, forget_groups
 
 from deepspeed.runtime.zero.zero_affine import (REFUSED_CONFIGURATIONS, REFUSED_ENGINES, OptimizerStateNotReadyError,
                                                 UnsupportedEngineError)
@@ -18,19 +19,12 @@ EXAMPLES = {
     'zero_optimization.stage': config_of(0),
     OFFLOAD + 'device': config_of(3, {'device': 'nvme', 'nvme_path': '/nvme'}),
     'zero_optimization.offload_param.device': config_of(3, offload_param={'device': 'nvme', 'nvme_path': '/nvme'}),
-    OFFLOAD + 'ratio': config_of(3, {'device': 'cpu', 'ratio': 0.5}),
     OFFLOAD + 'super_offload': config_of(3, {'device': 'cpu', 'super_offload': True}),
     'zero_optimization.zenflow': config_of(2, 'cpu', zenflow={'topk_ratio': 0.1}),
     'zero_optimization.zero_quantized_weights': config_of(3, zero_quantized_weights=True),
     'zero_optimization.zero_quantized_nontrainable_weights': config_of(3, zero_quantized_nontrainable_weights=True),
-    'tensor_parallel.autotp_size': config_of(1) | {'tensor_parallel': {'autotp_size': 2}},
-    'expert_parallel.enabled': config_of(1) | {'expert_parallel': {'enabled': True}},
     'compile.deepcompile': config_of(3) | {'compile': {'deepcompile': True}},
     'hybrid_engine.enabled': config_of(3) | {'hybrid_engine': {'enabled': True}},
-    'bf16.bf16_master_weights_and_grads':
-    config_of(2, 'cpu') | {'bf16': {'enabled': True, 'bf16_master_weights_and_grads': True}},
-    'fp16.fp16_master_weights_and_grads':
-    config_of(2, 'cpu') | {'fp16': {'enabled': True, 'fp16_master_weights_and_grads': True}},
 }  # yapf: disable
 
 
@@ -51,7 +45,11 @@ def refusal_of(engine):
     """The text of each refusal of ``engine``, and the collectives that this rank began meanwhile."""
     before = collectives_so_far()
     texts = []
-    for call in (engine.optimizer_storage_maps, engine.optimizer_storage):
+    calls = [engine.optimizer_storage_maps, engine.optimizer_storage]
+    if engine.basic_optimizer is not None:
+        # Without one, the model's weights are described nevertheless.
+        calls += [engine.parameter_storage_maps, engine.parameter_storage, engine.update_lp_params]
+    for call in calls:
         try:
             call()
             texts.append(None)
@@ -75,6 +73,31 @@ def engine_without_partitioning(rank):
     return build_engine(config_of(0), EvenModel)
 
 
+# DeepSpeed builds plain CPU offload of stages 1 and 2 where NVMe is asked for.
+NVME = {'device': 'nvme', 'nvme_path': '/nvme'}
+
+
+def engine_of_stage_2_with_optimizer_on_nvme(rank):
+    return build_engine(config_of(2, NVME), EvenModel)
+
+
+def engine_of_stage_1_with_parameters_on_nvme(rank):
+    return build_engine(config_of(1, offload_param=NVME), EvenModel)
+
+
+def engine_of_stage_1_with_quantized_weights(rank):
+    return build_engine(config_of(1, zero_quantized_weights=True), EvenModel)
+
+
+def engine_with_quantized_initialization(rank):
+    import deepspeed
+    quantized = {'num_bits': 8, 'group_size': 6, 'group_dim': 1, 'symmetric': False}
+    config = config_of(3, dtype='bf16') | {'weight_quantization': {'quantized_initialization': quantized}}
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = EvenModel()
+    return initialize(model, torch.optim.Adam(model.parameters()), config)
+
+
 def engine_without_optimizer(rank):
     return initialize(EvenModel(), None, config_of(3))
 
@@ -85,15 +108,23 @@ def pipeline_engine(rank):
     return initialize(model, torch.optim.Adam(model.parameters()), config_of(1))
 
 
-def engine_with_experts(rank):
+def engine_with_experts_and_tensor_parallelism(rank):
     from deepspeed.moe.layer import MoE
-    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+    forget_groups()
     model = torch.nn.Sequential(torch.nn.Linear(6, 6), MoE(6, torch.nn.Linear(6, 6), num_experts=2, ep_size=1))
-    groups = split_params_into_different_moe_groups_for_optimizer({
-        'params': list(model.parameters()),
-        'name': 'dense'
-    })
-    return initialize(model, torch.optim.Adam(groups), config_of(1))
+    split = {'patterns': [r'^0\.weight$'], 'partition_type': 'column'}
+    tensor_parallel = {'autotp_size': 2, 'partition_config': {'use_default_specs': False, 'layer_specs': [split]}}
+    return initialize(model, adam_of_experts([{
+        'params': list(model.parameters())
+    }]),
+                      config_of(1) | {'tensor_parallel': tensor_parallel})
+
+
+def engine_of_a_mesh(rank):
+    forget_groups()
+    engine = build_engine(config_of(1) | {'data_parallel_size': 1, 'sequence_parallel_size': 2}, EvenModel)
+    forget_groups()
+    return engine
 
 
 class ModelParallelism:
@@ -148,9 +179,14 @@ def engine_with_an_optimizer_of_a_later_release(rank):
 # What the text must name: how to build an engine that is refused for it.
 ENGINES = {
     'zero_optimization.stage': engine_without_partitioning,
+    OFFLOAD + 'device': engine_of_stage_2_with_optimizer_on_nvme,
+    'zero_optimization.offload_param.device': engine_of_stage_1_with_parameters_on_nvme,
+    'zero_optimization.zero_quantized_weights': engine_of_stage_1_with_quantized_weights,
+    'weight_quantization': engine_with_quantized_initialization,
     'optimizer': engine_without_optimizer,
     'PipelineModule': pipeline_engine,
-    'MoE layers': engine_with_experts,
+    'MoE layers and tensor_parallel.autotp_size': engine_with_experts_and_tensor_parallelism,
+    'sequence_parallel_size': engine_of_a_mesh,
     'mpu': engine_with_model_parallelism,
     'of a world of 2': engine_of_independent_replicas,
     'LaterZeroOptimizer': engine_with_an_optimizer_of_a_later_release,
@@ -193,16 +229,12 @@ def test_a_refusal_is_not_mistaken_for_a_state_that_is_not_ready_or_never_kept()
     assert not issubclass(UnsupportedEngineError, (OptimizerStateNotReadyError, ValueError))
 
 
-def adam_of_reversed(groups, **options):
-    return torch.optim.Adam([{'params': group['params'][::-1]} for group in groups], **options)
-
-
 def errors_of_disagreement(rank):
     start_deepspeed()
     seen = {}
     # The same parameters and sizes on every rank, so nothing in DeepSpeed notices.
     seen['order'] = error_of_maps(
-        build_engine(config_of(1), EvenModel, adam_of_reversed if rank == 1 else torch.optim.Adam))
+        build_engine(config_of(1), EvenModel, reversed_adam if rank == 1 else torch.optim.Adam))
     engine = build_engine(config_of(1), TinyModel)
     if rank == 1:
         engine.module.up.weight.data = torch.zeros(11, 5)
