@@ -5,6 +5,8 @@
 """The README's snippet runs as it stands, and moves what it says."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -57,3 +59,11 @@ def run_snippet(rank, snippet):
 def test_the_readmes_snippet_brings_every_master_to_its_row_shards():
     snippet, = re.findall(r'```python\n(.*?)```', README.read_text('utf-8'), re.DOTALL)
     assert run_ranks(run_snippet, 2, snippet) == [4, 4]
+
+
+def test_the_readmes_tables_of_engines_are_those_that_the_code_and_the_tests_use(tmp_path):
+    for path in ('README.md', 'scripts/readme_tables.py'):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text((README.parent / path).read_text('utf-8'), 'utf-8')
+    subprocess.run([sys.executable, tmp_path / 'scripts/readme_tables.py'], check=True, timeout=90)
+    assert (tmp_path / 'README.md').read_text('utf-8') == README.read_text('utf-8')
