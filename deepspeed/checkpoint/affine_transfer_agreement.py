@@ -24,35 +24,43 @@ import torch
 from .affine_transfer_schedule import AffineTransferExecutionError, PairDigest
 from .affine_transfer_transport import Transport
 
-__all__ = ['Agreement', 'Terms']
+__all__ = ['Agreement', 'Opening', 'Terms', 'ranks_text']
 
-_CONSTRUCT, _OPEN, _CLOSE = range(3)
+_CONSTRUCT, _OPEN, _READY, _CLOSE = range(4)
 _WORD = 1 << 64
 _CAUSE_BYTES = 1024
 _DIFFERENCES_TOLD = 4
 
 
 class _Status(NamedTuple):
-    """One rank's row: what it is doing, whether it refuses, and the hashes of what it holds (0 when executing)."""
+    """One rank's row: what it is doing, whether it refuses, the hashes of what it holds (0 when executing), and what
+    it tells at the opening (0 at other times)."""
     phase: int
     executor: int
     refuses: int = 0
     settings: int = 0
     pairs_low: int = 0
     pairs_high: int = 0
+    residency: int = 0
+    lays_out: int = 0
 
     def doing(self) -> str:
-        return ('constructs an executor', f'begins executor {self.executor:016x}',
-                f'ends executor {self.executor:016x}')[self.phase]
+        if self.phase == _CONSTRUCT:
+            return 'constructs an executor'
+        return f'{("begins", "lays out", "ends")[self.phase - 1]} executor {self.executor:016x}'
 
 
 class Terms(NamedTuple):
-    """What must agree between ranks: settings by name on all of them, and per pair its segments on both ends.
-
-    """
+    """What must agree between ranks: settings by name on all of them, and per pair its segments on both ends."""
     settings: Dict[str, str]
     sends: Mapping[int, PairDigest]
     receives: Mapping[int, PairDigest]
+
+
+class Opening(NamedTuple):
+    """What the ranks told at the opening of a call: each one's residency, and whether any lays out."""
+    residencies: List[int]
+    lays_out: bool
 
 
 class Agreement:
@@ -66,8 +74,6 @@ class Agreement:
         self._transport = transport
         self._row = torch.zeros(len(_Status._fields), dtype=torch.int64)
         self._table = torch.zeros((transport.size, len(_Status._fields)), dtype=torch.int64)
-        # Made once, so that an exchange allocates no tensor.
-        self._rows = list(self._table)
         self._row_values, self._table_values = self._row.numpy(), self._table.numpy()
         self._executor = 0
 
@@ -84,10 +90,19 @@ class Agreement:
             raise _disagreement(_differences([json.loads(text) for text in self._gather_text(_as_json(terms))]))
         self._executor = sum(status.executor for status in statuses) % _WORD
 
-    def open(self, fault: Optional[Exception]) -> None:
-        """Agree that every rank begins this call of ``execute``, or pass on why this rank refuses to."""
-        statuses = self._exchange(_Status(_OPEN, self._executor, int(fault is not None)))
+    def open(self, fault: Optional[Exception], residency: int, lays_out: bool) -> Opening:
+        """Agree that every rank begins this call of ``execute``, or pass on why this rank refuses to.
+
+        Returns what all ranks said of where their buffers lie, and whether one of them is yet to lay its messages out.
+        """
+        status = _Status(_OPEN, self._executor, int(fault is not None), residency=residency, lays_out=int(lays_out))
+        statuses = self._exchange(status)
         self._raise_if_any_refuses(statuses, fault)
+        return Opening([status.residency for status in statuses], any(status.lays_out for status in statuses))
+
+    def ready(self, fault: Optional[Exception]) -> None:
+        """Agree that every rank has laid its messages out, or pass on why this rank could not."""
+        self._raise_if_any_refuses(self._exchange(_Status(_READY, self._executor, int(fault is not None))), fault)
 
     def close(self) -> None:
         """Learn that every rank has moved its part of this call; RuntimeError where one is elsewhere."""
@@ -99,7 +114,7 @@ class Agreement:
     def _exchange(self, status: _Status) -> List[_Status]:
         self._row_values[:] = [_signed(value) for value in status]
         try:
-            self._transport.all_gather(self._rows, self._row)
+            self._transport.all_gather(self._table, self._row)
         except RuntimeError as error:
             raise RuntimeError(f'exchanging status with all ranks: {error}') from error
         statuses = [_Status._make([value % _WORD for value in row]) for row in self._table_values.tolist()]
@@ -118,13 +133,13 @@ class Agreement:
         """Every rank's text, cut to ``limit_bytes``; without a limit, the longest one's size is found out first."""
         encoded = np.frombuffer(text.encode(errors='backslashreplace'), dtype=np.uint8)[:limit_bytes]
         if limit_bytes is None:
-            sizes = torch.zeros(self._transport.size, dtype=torch.int64)
-            self._transport.all_gather(list(sizes.split(1)), torch.tensor([len(encoded)]))
+            sizes = torch.zeros((self._transport.size, 1), dtype=torch.int64)
+            self._transport.all_gather(sizes, torch.tensor([len(encoded)]))
             limit_bytes = int(sizes.max())
         row = torch.zeros(limit_bytes, dtype=torch.uint8)
         row.numpy()[:len(encoded)] = encoded
         rows = torch.zeros((self._transport.size, limit_bytes), dtype=torch.uint8)
-        self._transport.all_gather(list(rows), row)
+        self._transport.all_gather(rows, row)
         return [row.numpy().tobytes().rstrip(b'\0').decode(errors='ignore') for row in rows]
 
 
@@ -166,7 +181,7 @@ def _differences(told: List[dict]) -> List[str]:
         for rank, terms in enumerate(told):
             ranks_by_value.setdefault(terms['settings'][name], []).append(rank)
         if len(ranks_by_value) > 1:
-            values = ', '.join(f'{value} on {_ranks(ranks)}' for value, ranks in ranks_by_value.items())
+            values = ', '.join(f'{value} on {ranks_text(ranks)}' for value, ranks in ranks_by_value.items())
             differences.append(f'{name}: {values}')
     pairs = {(rank, int(peer)) for rank, terms in enumerate(told) for peer in terms['sends']}
     pairs |= {(int(peer), rank) for rank, terms in enumerate(told) for peer in terms['receives']}
@@ -178,7 +193,7 @@ def _differences(told: List[dict]) -> List[str]:
     return differences
 
 
-def _ranks(ranks: List[int]) -> str:
+def ranks_text(ranks: List[int]) -> str:
     return f'rank {ranks[0]}' if len(ranks) == 1 else f'ranks {", ".join(map(str, ranks))}'
 
 

@@ -19,15 +19,19 @@ import numpy as np
 import torch
 
 from .affine_boxes import BoxJoin, lattice_boxes
+from .affine_transfer_memory import accelerator_device
 from .affine_transfer_schedule import AffineTransferExecutionError, ShardKey, of_parameter
 
 __all__ = [
-    'Shard', 'shards_of', 'collect', 'signature', 'check_buffers', 'check_disjoint', 'Axis', 'Copy', 'axes_of',
-    'readdress'
+    'BufferKey', 'Shard', 'shards_of', 'collect', 'signature', 'check_buffers', 'check_disjoint', 'Axis', 'Copy',
+    'axes_of', 'readdress'
 ]
 
 # np.shares_memory solves an integer equation. Real views take it a handful of steps; it raises when it needs more.
 _OVERLAP_STEPS = 1 << 20
+
+# 'source' or 'target', and a shard of that side.
+BufferKey = Tuple[str, ShardKey]
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ def _items(what: str, mapping):
     return mapping.items()
 
 
-def signature(tensors: Mapping[ShardKey, torch.Tensor]) -> Tuple:
+def signature(tensors: Mapping[BufferKey, torch.Tensor]) -> Tuple:
     """All that the checks below read of collected buffers: where signatures are equal, so is their answer."""
     return tuple((key, type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.data_ptr(),
                   tensor.is_conj(), tensor.is_neg()) for key, tensor in tensors.items())
@@ -112,9 +116,9 @@ def _buffer(side: str, name: str, location: int) -> str:
 def _check_storage(what: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
     if tensor.dtype != dtype:
         raise AffineTransferExecutionError(f'{what} has dtype {tensor.dtype}, expected {dtype}')
-    if tensor.device.type != 'cpu':
-        raise AffineTransferExecutionError(
-            f'{what} is on device {tensor.device}, and only host memory can be moved so far')
+    if not tensor.is_cpu and tensor.device != accelerator_device():
+        usable = f'or {accelerator_device()}' if accelerator_device() else '(there is no accelerator)'
+        raise AffineTransferExecutionError(f'{what} is on device {tensor.device}, expected host memory {usable}')
     # A DTensor or another wrapper has no storage of the shape it shows; a lazy conjugate or negative view shows other
     # values than it stores.
     if hasattr(tensor, '__tensor_flatten__') or tensor.is_conj() or tensor.is_neg():
@@ -161,15 +165,18 @@ def check_disjoint(sources: Mapping[ShardKey, torch.Tensor], targets: Mapping[Sh
 
     Views may interleave, as column windows of one weight do, as long as no byte belongs to both.
     """
-    group: List[_Span] = []
-    group_end = 0
-    for span in sorted([*_spans('source', sources), *_spans('target', targets)], key=lambda span: span.begin):
-        if span.begin >= group_end:
-            _check_apart(group)
-            group = []
-        group.append(span)
-        group_end = max(group_end, span.end)
-    _check_apart(group)
+    spans = [*_spans('source', sources), *_spans('target', targets)]
+    # The accelerator's addresses may be equal to the host's.
+    for is_cpu in (True, False):
+        group: List[_Span] = []
+        group_end = 0
+        for span in sorted((span for span in spans if span.tensor.is_cpu == is_cpu), key=lambda span: span.begin):
+            if span.begin >= group_end:
+                _check_apart(group)
+                group = []
+            group.append(span)
+            group_end = max(group_end, span.end)
+        _check_apart(group)
 
 
 class _Span(NamedTuple):

@@ -17,15 +17,27 @@ all ranks raise AffineTransferExecutionError, naming it and its cause: ``transfe
 
 *Failure.* Once bytes move, a lost peer makes every survivor raise, within the group's timeout: what its targets hold
 is undefined, and neither the executor nor the group can be used again. A second exchange ends each ``execute``, so a
-rank without any traffic to the lost one learns of it too.
+rank without any traffic to the lost one learns of it too. When a rank dies within that very exchange, some survivors
+may return, with all of their targets written, and learn of it in their next call.
 
-*Bound.* Staging is host memory, in bytes at most
+*Bound.* Messages are staged in at most
 
-    bytes_per_peer * (peers this rank sends to + peers this rank receives from)
+    bytes_per_peer * (min(S, max_active_peers) + min(R, max_active_peers) + L)
 
-where a peer counts only if some message to or from it must be packed or converted: a message that is one run of
-elements in this rank's buffer, in the form they travel in, is sent from or received into the buffer itself. No device
-memory is used. ``TransferStats.peak_host_staging_bytes`` is what was really allocated.
+bytes of host memory, and in at most as many of device memory, where S and R are the peers that this rank sends to and
+receives from, and L is 1 when it copies between host and device memory of its own, else 0. Only messages that must be
+packed, converted or brought from one memory into the other count: one that is a single run of elements in this rank's
+buffer, in the form and memory in which they travel, is sent from or received into the buffer itself. Where neither
+buffers nor messages are in device memory, none of it is used. The stats tell what was really allocated.
+
+*Residency.* Each buffer may be in pageable or pinned host memory or on the accelerator. Messages lie in the memory
+that the group's backends take; where they take both, in device memory if all of the sender's sources and all of the
+receiver's targets do, else in host memory. Copies within this process stay in device memory when both ends are there.
+When the kind or the strides of a rank's buffers change, that call lays messages out anew.
+
+*Concurrency.* Pairs of ranks take turns, so that no rank has more than ``max_active_peers`` peers in one direction at
+a time, nor hands more than twice as many operations over at once. Half of a peer's budget is on the wire while the
+other half is packed or unpacked.
 
 *Numbers.* Values become what ``tensor.to(dtype)`` makes of them, converted once: by the sender when the target's
 elements are no larger than the source's, else by the receiver. (NaN stays NaN; which bits it has is torch's affair.)
@@ -34,20 +46,22 @@ elements are no larger than the source's, else by the receiver. (NaN stays NaN; 
 import hashlib
 import threading
 import time
-from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import index
-from typing import Deque, List, Mapping, Optional, Tuple, Union
+from typing import Dict, List, Mapping, Optional, Tuple, Union
 
 import torch
 
 from .affine_transfer import TransferPlan
-from .affine_transfer_agreement import Agreement, Terms
-from .affine_transfer_buffers import check_buffers, check_disjoint, collect, shards_of, signature
+from .affine_transfer_agreement import Agreement, Terms, ranks_text
+from .affine_transfer_buffers import BufferKey, check_buffers, check_disjoint, collect, shards_of, signature
+from .affine_transfer_memory import HOST, PAGEABLE, PINNED, accelerator_device, memory_of, residency_of, wire_memory_of
+from .affine_transfer_mover import Mover
 from .affine_transfer_schedule import AffineTransferExecutionError, Schedule, Wire
-from .affine_transfer_staging import Bound, Layout, Load, Tensors, geometry_of, lay_out
-from .affine_transfer_transport import PendingMessage, Transport, transport_over
+from .affine_transfer_staging import Layout, lay_out
+from .affine_transfer_transport import transport_over
+from .affine_transfer_windows import windows_of
 
 __all__ = [
     'AffineTransferExecutionError', 'AffineTransferExecutor', 'StagingBudget', 'TransferEndpoints', 'TransferStats',
@@ -92,21 +106,24 @@ class TransferEndpoints:
 
 @dataclass(frozen=True)
 class StagingBudget:
-    """The bytes of staging that one peer may occupy on this rank in one direction; equal on every rank."""
+    """The bytes of staging that one peer may occupy on this rank in one direction, and how many peers a rank may send
+    to, and receive from, at a time; equal on every rank."""
     bytes_per_peer: int = 1 << 24
+    max_active_peers: int = 16
 
     def __post_init__(self):
-        if not isinstance(self.bytes_per_peer, int) or self.bytes_per_peer < 1:
-            raise AffineTransferExecutionError(
-                f'bytes_per_peer must be a positive integer, not {self.bytes_per_peer!r}')
+        for name in ('bytes_per_peer', 'max_active_peers'):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise AffineTransferExecutionError(f'{name} must be a positive integer, not {value!r}')
 
 
 @dataclass(frozen=True)
 class TransferStats:
     """What one ``execute`` did on this rank.
 
-    A chunk is a segment or a part of one that was cut; a round is one message to and from each peer. Sent and received
-    bytes are those that travelled, locally copied ones are counted in the target's dtype.
+    A chunk is a segment or a part of one that was cut; a round is at most one message to and from each active peer.
+    Sent and received bytes are those that travelled, locally copied ones are counted in the target's dtype.
     """
     segments: int
     chunks: int
@@ -151,10 +168,12 @@ class AffineTransferExecutor:
                  group: Optional[object] = None):
         self._transport = transport_over(group)
         self._agreement = Agreement(self._transport)
+        self._mover: Optional[Mover] = None
         self._broken: Optional[str] = None
         self._one_at_a_time = threading.Lock()
         self._layout: Optional[Layout] = None
-        self._checked: Optional[tuple] = None  # signatures of the buffers that passed the checks last
+        self._laid_out_for: Optional[Tuple] = None
+        self._checked: Optional[Tuple] = None  # signature of the buffers that passed the checks last
         fault, terms = None, None
         with self._giving_up('the ranks could not agree on a transfer, nothing was moved'):
             try:
@@ -166,9 +185,13 @@ class AffineTransferExecutor:
     def execute(self, source_buffers: Buffers, target_buffers: Buffers) -> TransferStats:
         """Write the values of all ranks' source buffers into their target buffers. Called by every rank.
 
-        Buffers are ``{location: tensor}``, or ``{name: {location: tensor}}`` for named plans: in host memory, in the
-        shard's shape with strides that each step over what the smaller ones reach, or flat. Buffers without elements
-        are ignored. Calls from several threads take turns.
+        Buffers are ``{location: tensor}``, or ``{name: {location: tensor}}`` for named plans, in the shard's shape
+        with strides that each step over what the smaller ones reach, or flat. Each may be in host memory, pageable or
+        pinned, or on the accelerator's current device. Buffers without elements are ignored. Calls from several
+        threads take turns.
+        Device buffers are read and written after what is queued on the current stream. Host buffers are read and
+        written at once, so copies of the caller's own to or from pinned ones must be over. On return sources may be
+        overwritten and targets read, by the host and on any stream.
         Raises AffineTransferExecutionError: on all ranks, with targets untouched, when one of them refuses; with
         targets undefined where the text says that the transfer failed after it began.
         """
@@ -177,15 +200,10 @@ class AffineTransferExecutor:
             if self._broken:
                 raise AffineTransferExecutionError(f'this executor can no longer be used: {self._broken}')
             started = time.perf_counter()
-            fault, bound = None, None
             with self._giving_up('transfer failed before it began, targets are untouched'):
-                try:
-                    bound = self._bind(source_buffers, target_buffers)
-                except Exception as error:
-                    fault = error
-                self._agreement.open(fault)
+                buffers = self._open(source_buffers, target_buffers)
             with self._giving_up('transfer failed after it began, targets are undefined'):
-                _move(bound, self._transport, self._schedule.depth)
+                self._mover.move(self._layout.bind(buffers))
                 self._agreement.close()
             return replace(self._stats, seconds=time.perf_counter() - started)
 
@@ -197,8 +215,12 @@ class AffineTransferExecutor:
         except AffineTransferExecutionError:
             raise
         except BaseException as error:
-            self._broken = f'{told}: {error}'
-            self._transport.abandon()
+            gone = self._transport.abandon()
+            lost = f'; gone already: {ranks_text(gone)}' if gone else ''
+            self._broken = f'{told}: {error}{lost}'
+            # Buffers may be freed once this has raised. What waits for peers on a stream was ended by the above.
+            if self._mover is not None:
+                self._mover.until_done()
             if not isinstance(error, Exception):
                 raise
             raise AffineTransferExecutionError(self._broken) from error
@@ -213,117 +235,103 @@ class AffineTransferExecutor:
                                                    f'{name!r} has a {type(plan).__name__}')
         if not isinstance(dtype, torch.dtype) or not isinstance(source_dtype, torch.dtype):
             raise AffineTransferExecutionError(f'dtypes must be torch dtypes, not {dtype!r} and {source_dtype!r}')
-        endpoints.check_ranks(self._transport.size)
+        rank, size = self._transport.rank, self._transport.size
+        endpoints.check_ranks(size)
         self._dtype, self._source_dtype = dtype, source_dtype
         wire = Wire.between(source_dtype.itemsize, dtype.itemsize, source_dtype != dtype)
-        self._schedule = Schedule.build(plans, endpoints.source, endpoints.target, self._transport.rank, wire,
-                                        budget.bytes_per_peer)
+        self._schedule = Schedule.build(plans, endpoints.source, endpoints.target, rank, wire, budget.bytes_per_peer)
+        self._windows = windows_of(self._schedule, rank, size, budget.max_active_peers)
+        # Twice as many messages under way as one window may have.
+        self._mover = Mover(self._transport, self._schedule.depth, 4 * budget.max_active_peers)
         source_shapes = {name: plan.source_shard_shapes for name, plan in plans.items()}
         target_shapes = {name: plan.target_shard_shapes for name, plan in plans.items()}
-        self._sources = shards_of(source_shapes, endpoints.source, self._transport.rank, self._schedule.source_extents)
-        self._targets = shards_of(target_shapes, endpoints.target, self._transport.rank, self._schedule.target_extents)
+        self._sources = shards_of(source_shapes, endpoints.source, rank, self._schedule.source_extents)
+        self._targets = shards_of(target_shapes, endpoints.target, rank, self._schedule.target_extents)
         settings = {
             'dtype': str(dtype),
             'source dtype': str(source_dtype),
             'bytes per peer': str(budget.bytes_per_peer),
+            'max active peers': str(budget.max_active_peers),
             # Where ranks bind a location to one another, each would leave its copy to the other one.
             'digest of the endpoints': endpoints.digest()
         }
         return Terms(settings, self._schedule.send_digests, self._schedule.receive_digests)
 
-    def _bind(self, source_buffers, target_buffers) -> Bound:
-        """The views of this call's buffers that bytes move from and to; refuses buffers before any byte moves."""
+    def _open(self, source_buffers, target_buffers) -> Mapping[BufferKey, torch.Tensor]:
+        """This call's buffers, once all ranks have accepted theirs and have laid their messages out for them."""
+        fault, buffers, residency, lays_out = None, {}, 0, False
+        try:
+            buffers = self._check(source_buffers, target_buffers)
+            residency = residency_of(self._memory_by_buffer)
+            lays_out = self._laid_out_for is None or self._laid_out_for[0] != self._geometry
+        except Exception as error:
+            fault = error
+        opening = self._agreement.open(fault, residency, lays_out)
+        if opening.lays_out:
+            try:
+                self._lay_out(buffers, opening.residencies)
+            except Exception as error:
+                fault = error
+            self._agreement.ready(fault)
+        return buffers
+
+    def _check(self, source_buffers, target_buffers) -> Mapping[BufferKey, torch.Tensor]:
+        """The buffers of both sides; refuses those that cannot stand for this rank's shards."""
         if not self._is_named:
             source_buffers, target_buffers = {'': source_buffers}, {'': target_buffers}
         sources, targets = collect('source', source_buffers), collect('target', target_buffers)
-        signatures = (signature(sources), signature(targets))
-        if signatures != self._checked:
+        buffers: Dict[BufferKey, torch.Tensor] = {('source', key): tensor for key, tensor in sources.items()}
+        buffers.update((('target', key), tensor) for key, tensor in targets.items())
+        seen = signature(buffers)
+        if seen != self._checked:
             self._checked = None
             check_buffers('source', sources, self._sources, self._source_dtype)
             check_buffers('target', targets, self._targets, self._dtype)
             check_disjoint(sources, targets)
-            self._lay_out(sources, targets)
-            self._checked = signatures
-        return self._layout.bind(sources, targets)
+            self._uses_device = HOST not in self._transport.memory or not all(t.is_cpu for t in buffers.values())
+            self._memory_by_buffer = {key: memory_of(tensor, self._uses_device) for key, tensor in buffers.items()}
+            self._geometry = {
+                key: (tensor.shape, tensor.stride(), tensor.device, self._memory_by_buffer[key])
+                for key, tensor in buffers.items()
+            }
+            self._checked = seen
+        return buffers
 
-    def _lay_out(self, sources: Tensors, targets: Tensors) -> None:
-        """Make a layout for these buffers, unless the present one serves them."""
-        if self._layout is not None and self._layout.geometry == geometry_of(sources, targets):
+    def _lay_out(self, buffers: Mapping[BufferKey, torch.Tensor], residencies: List[int]) -> None:
+        """Make a layout for these buffers and what peers have, unless the present one serves them."""
+        memory, rank = self._transport.memory, self._transport.rank
+        made_for = (self._geometry, residencies if len(memory) > 1 else None)
+        if self._laid_out_for == made_for:
             return
-        self._layout = None  # its arenas are given back before new ones are taken
-        self._layout = lay_out(self._schedule, self._source_dtype, self._dtype, sources, targets)
+        # The old layout's slots are given back before new ones are taken.
+        self._layout = self._laid_out_for = None
+        if self._uses_device:
+            self._mover.prepare_device(accelerator_device())
+        schedule = self._schedule
+        wire_memory = {
+            'source': {
+                peer: wire_memory_of(memory, residencies[rank], residencies[peer])
+                for peer in schedule.sends
+            },
+            'target': {
+                peer: wire_memory_of(memory, residencies[peer], residencies[rank])
+                for peer in schedule.receives
+            }
+        }
+        self._layout = lay_out(schedule, self._windows,
+                               self._source_dtype if schedule.wire.source_is_wire else self._dtype, buffers,
+                               self._memory_by_buffer, wire_memory, PINNED if self._uses_device else PAGEABLE)
+        self._laid_out_for = made_for
+        self._stats = self._stats_of(self._layout)
+
+    def _stats_of(self, layout: Layout) -> TransferStats:
         schedule, itemsize = self._schedule, self._schedule.wire.itemsize
-        self._stats = TransferStats(segments=schedule.segments,
-                                    chunks=schedule.chunks,
-                                    rounds=schedule.rounds,
-                                    local_copy_bytes=sum(chunk.numel
-                                                         for chunk in schedule.local) * self._dtype.itemsize,
-                                    sent_bytes=schedule.sent_numel * itemsize,
-                                    received_bytes=schedule.received_numel * itemsize,
-                                    peak_host_staging_bytes=self._layout.arena_bytes,
-                                    peak_device_staging_bytes=0,
-                                    seconds=0.)
-
-
-class _Queue:
-    """One peer's messages in one direction, of which at most ``depth`` are under way at any time."""
-
-    def __init__(self, transport: Transport, peer: int, loads: List[Load], depth: int):
-        self._transport, self._peer = transport, peer
-        self._waiting: Deque[Load] = deque(loads)
-        self._under_way: Deque[Tuple[Load, PendingMessage]] = deque()
-        self._depth = depth
-
-    def fill(self) -> None:
-        while self._waiting and len(self._under_way) < self._depth:
-            load = self._waiting.popleft()
-            self._under_way.append((load, self._start(load)))
-
-    def advance(self) -> None:
-        """Wait for the oldest message under way, if any, and start the next one in its place."""
-        if not self._under_way:
-            return
-        load, pending = self._under_way.popleft()
-        try:
-            pending.wait()
-        except RuntimeError as error:
-            raise RuntimeError(f'{self._doing} rank {self._peer}: {error}') from error
-        self._finish(load)
-        self.fill()
-
-
-class _SendQueue(_Queue):
-    _doing = 'sending to'
-
-    def _start(self, load):
-        for part, view in load.copies:
-            part.copy_(view)
-        return self._transport.send(load.tensor, self._peer)
-
-    def _finish(self, load):
-        pass
-
-
-class _ReceiveQueue(_Queue):
-    _doing = 'receiving from'
-
-    def _start(self, load):
-        return self._transport.receive(load.tensor, self._peer)
-
-    def _finish(self, load):
-        for part, view in load.copies:
-            view.copy_(part)
-
-
-def _move(bound: Bound, transport: Transport, depth: int) -> None:
-    """Move everything: receives are posted before sends are packed, and local copies fill the waits."""
-    queues = [_ReceiveQueue(transport, peer, loads, depth) for peer, loads in bound.receives.items()]
-    queues += [_SendQueue(transport, peer, loads, depth) for peer, loads in bound.sends.items()]
-    for queue in queues:
-        queue.fill()
-    rounds = max([len(loads) for side in (bound.sends, bound.receives) for loads in side.values()], default=1)
-    for number in range(rounds):
-        for target, source in bound.local[number::rounds]:
-            target.copy_(source)
-        for queue in queues:
-            queue.advance()
+        return TransferStats(segments=schedule.segments,
+                             chunks=schedule.chunks,
+                             rounds=len(self._windows),
+                             local_copy_bytes=sum(chunk.numel for chunk in schedule.local) * self._dtype.itemsize,
+                             sent_bytes=schedule.sent_numel * itemsize,
+                             received_bytes=schedule.received_numel * itemsize,
+                             peak_host_staging_bytes=layout.host_staging_bytes,
+                             peak_device_staging_bytes=layout.device_staging_bytes,
+                             seconds=0.)

@@ -15,6 +15,7 @@ Example: one segment of 10 elements from rank 0 to rank 1, with room for 4 eleme
 """
 
 import hashlib
+import itertools
 import struct
 from collections import deque
 from dataclasses import dataclass
@@ -25,14 +26,14 @@ from .affine_transfer import TransferPlan, TransferSegment
 
 __all__ = [
     'AffineTransferExecutionError', 'Box', 'Chunk', 'Message', 'PairDigest', 'Schedule', 'ShardKey', 'Wire',
-    'is_contiguous', 'of_parameter'
+    'is_contiguous', 'messages_of', 'of_parameter'
 ]
 
 # A chunk that needs no packing at one or both of its ends travels alone, straight from or into the buffer there, when
 # it has this many bytes. For a shorter one, a message of its own costs more than the copies that it saves.
-ALONE_BYTES_BY_BARE_ENDS = {1: 1 << 21, 2: 1 << 19}
-# gloo moves longer messages no faster, and they leave the cache between packing and sending.
-MAX_MESSAGE_BYTES = 1 << 23
+ALONE_BYTES_BY_BARE_ENDS = {1: 1 << 21, 2: 1 << 17}
+# Longer messages leave the cache between packing and sending. Those that need neither end's copies may be longer.
+MAX_PACKED_BYTES = 1 << 23
 
 # A parameter's name and a location that holds a shard of it.
 ShardKey = Tuple[str, int]
@@ -133,15 +134,16 @@ class PairDigest:
 class Schedule:
     """One rank's part: chunks to copy within the process, and the messages to and from each peer, in order.
 
-    ``depth`` messages fit into the bytes that a peer may occupy in one direction, so that one can be packed while
-    another one travels. Extents are the elements that the buffer of each of this rank's shards must reach, counted
-    from the shard's start.
+    ``depth`` messages of ``message_numel`` elements fit into the bytes that a peer may occupy in one direction, so
+    that one can be packed while another one travels. Extents are the elements that the buffer of each of this rank's
+    shards must reach, counted from the shard's start.
     """
     local: Tuple[Chunk, ...]
     sends: Dict[int, Tuple[Message, ...]]
     receives: Dict[int, Tuple[Message, ...]]
     wire: Wire
     depth: int
+    message_numel: int
     segments: int
     source_extents: Dict[ShardKey, int]
     target_extents: Dict[ShardKey, int]
@@ -161,24 +163,28 @@ class Schedule:
             raise AffineTransferExecutionError(
                 f'a budget of {bytes_per_peer} bytes per peer is less than one element of {wire.itemsize} bytes')
         depth = min(2, bytes_per_peer // wire.itemsize)
-        message_numel = max(1, min(bytes_per_peer // depth, MAX_MESSAGE_BYTES) // wire.itemsize)
+        message_numel = max(1, bytes_per_peer // depth // wire.itemsize)
         local, outgoing, incoming = _pairs_of(plans, source_ranks, target_ranks, rank)
-        sent = [named for pair in (local, *outgoing.values()) for named in pair]
-        received = [named for pair in (local, *incoming.values()) for named in pair]
-        return cls(local=tuple(Chunk.of(*named) for named in local),
+        stay = [Chunk.of(*named) for named in local]
+        sent, received = ({
+            peer: [Chunk.of(*named) for named in pair]
+            for peer, pair in side.items()
+        } for side in (outgoing, incoming))
+        return cls(local=tuple(stay),
                    sends={
-                       peer: _messages(pair, wire, message_numel)
-                       for peer, pair in outgoing.items()
+                       peer: messages_of(chunks, wire, message_numel)
+                       for peer, chunks in sent.items()
                    },
                    receives={
-                       peer: _messages(pair, wire, message_numel)
-                       for peer, pair in incoming.items()
+                       peer: messages_of(chunks, wire, message_numel)
+                       for peer, chunks in received.items()
                    },
                    wire=wire,
                    depth=depth,
-                   segments=len(sent) + len(received) - len(local),
-                   source_extents=_extents((Chunk.of(*named) for named in sent), 'source'),
-                   target_extents=_extents((Chunk.of(*named) for named in received), 'target'),
+                   message_numel=message_numel,
+                   segments=len(stay) + sum(len(chunks) for side in (sent, received) for chunks in side.values()),
+                   source_extents=_extents(itertools.chain(stay, *sent.values()), 'source'),
+                   target_extents=_extents(itertools.chain(stay, *received.values()), 'target'),
                    send_digests={
                        peer: PairDigest.of(rank, peer, pair)
                        for peer, pair in outgoing.items()
@@ -187,11 +193,6 @@ class Schedule:
                        peer: PairDigest.of(peer, rank, pair)
                        for peer, pair in incoming.items()
                    })
-
-    @property
-    def rounds(self) -> int:
-        """The length of this rank's longest queue of messages."""
-        return max((len(queue) for side in (self.sends, self.receives) for queue in side.values()), default=0)
 
     @property
     def sent_numel(self) -> int:
@@ -261,21 +262,24 @@ def _extents(chunks: Iterable[Chunk], side: str) -> Dict[ShardKey, int]:
     return extents
 
 
-def _messages(pair: Iterable[NamedSegment], wire: Wire, message_numel: int) -> Tuple[Message, ...]:
-    """The messages of one pair: the chunks that travel alone first, then the others, packed."""
+def messages_of(chunks: Iterable[Chunk], wire: Wire, message_numel: int) -> Tuple[Message, ...]:
+    """The messages of one pair, of at most ``message_numel`` elements: the chunks that travel alone first, then the
+    others, packed."""
     alone: List[Message] = []
     shared: List[Chunk] = []
-    for chunk in (Chunk.of(*named) for named in pair):
+    packed_numel = max(1, min(message_numel, MAX_PACKED_BYTES // wire.itemsize))
+    for chunk in chunks:
         bare_ends = _bare_ends(chunk, wire)
         if bare_ends == 0:
             shared.append(chunk)
             continue
-        for part in (part for message in _pack([chunk], message_numel) for part in message.chunks):
+        longest_numel = message_numel if bare_ends == 2 else packed_numel
+        for part in (part for message in _pack([chunk], longest_numel) for part in message.chunks):
             if part.numel * wire.itemsize >= ALONE_BYTES_BY_BARE_ENDS[bare_ends]:
                 alone.append(Message((part, ), part.numel))
             else:
                 shared.append(part)
-    return (*alone, *_pack(shared, message_numel))
+    return (*alone, *_pack(shared, packed_numel))
 
 
 def _bare_ends(chunk: Chunk, wire: Wire) -> int:

@@ -2,177 +2,382 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""Where a schedule's messages lie: in windows of the buffers themselves, or in the slots of an arena.
+"""Where a schedule's messages lie: in the buffers themselves, or in slots that are packed before or unpacked after.
 
-A ``Layout`` is made for buffers of one geometry (shapes and strides) and holds the arenas; ``bind`` then turns it into
-the tensors of one call's buffers. It keeps no buffer alive between calls. Arenas are host memory.
+A ``Layout`` is made for buffers of one geometry (shapes, strides and kinds of memory) and holds the slots; ``bind``
+then turns it into the tensors of one call's buffers. It keeps no buffer alive between calls.
+
+*One end of a message.* What travels, its *wire*, lies in host or device memory: part of a buffer where the message is
+one run of elements there, in the form and memory in which they travel, else a slot. Parts of a message whose buffer
+lies in the wire's own memory are copied between buffer and slot. Parts in the other memory cross over, in contiguous
+runs of the wire's dtype: to or from the buffer itself where it holds such a run and is no pageable memory (which no
+copy can read or write late), else by way of a second slot in the buffer's memory, the *bounce*, at the same positions.
+
+*Copies between host and device memory within this process* are messages of the process to itself, whose two ends share
+one wire in pinned memory.
 """
 
 import itertools
 from dataclasses import dataclass
 from math import prod
-from typing import Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 
-from .affine_transfer_buffers import Copy, axes_of, readdress
-from .affine_transfer_schedule import Chunk, Message, Schedule, ShardKey, is_contiguous
+from .affine_transfer_buffers import BufferKey, Copy, axes_of, readdress
+from .affine_transfer_memory import DEVICE, HOST, PAGEABLE, PINNED, Copies, arena
+from .affine_transfer_schedule import Chunk, Message, Schedule, Wire, is_contiguous, messages_of
+from .affine_transfer_windows import Window
 
-__all__ = ['Tensors', 'Load', 'Bound', 'Layout', 'geometry_of', 'lay_out']
+__all__ = ['Bound', 'Layout', 'Load', 'Loads', 'lay_out']
 
-Tensors = Mapping[ShardKey, torch.Tensor]
+Buffers = Mapping[BufferKey, torch.Tensor]
+
+# The peer and the place of a process's messages to itself.
+_ITSELF = -1
 
 
 class Load(NamedTuple):
-    """A message's contiguous tensor, and (part of it, view of a buffer) pairs: packed before or unpacked after."""
-    tensor: torch.Tensor
-    copies: List[Tuple[torch.Tensor, torch.Tensor]]
+    """One end of a message, for one call's buffers: what travels, and the copies before (sender) or after (receiver).
+
+    ``crossing`` copies between pinned and device memory; it is watched when its pinned side is a slot, which the host
+    or a transport will read or fill.
+    """
+    peer: int
+    wire: torch.Tensor
+    host: Copies
+    device: Copies
+    crossing: Copies
+    is_watched: bool
+
+
+class Loads(NamedTuple):
+    """One window of messages; of those to the process itself, both ends.
+
+    ``turn`` is the turn of the pipeline whose slots it has, None when it needs no slot.
+    """
+    sends: List[Load]
+    receives: List[Load]
+    to_itself: List[Tuple[Load, Load]]
+    turn: Optional[int]
 
 
 class Bound(NamedTuple):
-    """What one call copies itself, as (target, source) pairs, and what it sends and receives, by peer in order."""
-    local: List[Tuple[torch.Tensor, torch.Tensor]]
-    sends: Dict[int, List[Load]]
-    receives: Dict[int, List[Load]]
+    """What one call copies within host and within device memory, and its windows in order."""
+    host: Copies
+    device: Copies
+    windows: List[Loads]
 
 
 @dataclass(frozen=True)
-class _Window:
-    """A box of one shard's buffer, ``offset`` elements from the buffer's first."""
-    shard: ShardKey
+class _Place:
+    """A box of elements of one buffer, ``offset`` elements from its first."""
+    buffer: BufferKey
     shape: Tuple[int, ...]
     strides: Tuple[int, ...]
     offset: int
 
-    def of(self, buffers: Tensors) -> torch.Tensor:
-        buffer = buffers[self.shard]
+    def of(self, buffers: Buffers) -> torch.Tensor:
+        buffer = buffers[self.buffer]
         return buffer.as_strided(self.shape, self.strides, buffer.storage_offset() + self.offset)
 
 
-@dataclass(frozen=True)
-class _Parcel:
-    """A message before a call's buffers are known: a window of one of them, or a slot with windows for its parts."""
-    slot: Optional[torch.Tensor]
-    window: Optional[_Window]
-    parts: Tuple[Tuple[torch.Tensor, _Window], ...] = ()
-
-    def of(self, buffers: Tensors) -> Load:
-        tensor = self.slot if self.window is None else self.window.of(buffers)
-        return Load(tensor, [(part, window.of(buffers)) for part, window in self.parts])
+# A slot stays the same through all calls; a place in a buffer becomes a tensor with each call.
+_Laid = Union[_Place, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class _Lane:
-    """The messages to or from one peer, and the arena that they share."""
-    parcels: List[_Parcel]
-    arena: torch.Tensor
+def _bind(laid: _Laid, buffers: Buffers) -> torch.Tensor:
+    return laid.of(buffers) if isinstance(laid, _Place) else laid
 
-    def of(self, buffers: Tensors) -> List[Load]:
-        return [parcel.of(buffers) for parcel in self.parcels]
+
+class _LaidCopies(NamedTuple):
+    targets: Sequence[_Laid] = ()
+    sources: Sequence[_Laid] = ()
+
+    def of(self, buffers: Buffers) -> Copies:
+        return Copies(*([_bind(laid, buffers) for laid in side] for side in self))
+
+
+class _End(NamedTuple):
+    """A Load before a call's buffers are known."""
+    peer: int
+    wire: _Laid
+    host: _LaidCopies = _LaidCopies()
+    device: _LaidCopies = _LaidCopies()
+    crossing: _LaidCopies = _LaidCopies()
+    is_watched: bool = False
+
+    def of(self, buffers: Buffers) -> Load:
+        return Load(self.peer, _bind(self.wire, buffers), self.host.of(buffers), self.device.of(buffers),
+                    self.crossing.of(buffers), self.is_watched)
+
+
+class _LaidWindow(NamedTuple):
+    """Loads before a call's buffers are known."""
+    sends: List[_End]
+    receives: List[_End]
+    to_itself: List[Tuple[_End, _End]]
+    turn: Optional[int]
+
+    def of(self, buffers: Buffers) -> Loads:
+        return Loads([end.of(buffers) for end in self.sends], [end.of(buffers) for end in self.receives],
+                     [(sender.of(buffers), receiver.of(buffers)) for sender, receiver in self.to_itself], self.turn)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A schedule laid out for buffers of one geometry."""
-    geometry: Tuple
-    local: List[Tuple[_Window, _Window]]
-    sends: Dict[int, _Lane]
-    receives: Dict[int, _Lane]
+    """A schedule laid out for buffers of one geometry, with the slots that it stages in."""
+    host: _LaidCopies
+    device: _LaidCopies
+    windows: List[_LaidWindow]
+    host_staging_bytes: int
+    device_staging_bytes: int
+
+    def bind(self, buffers: Buffers) -> Bound:
+        return Bound(self.host.of(buffers), self.device.of(buffers), [window.of(buffers) for window in self.windows])
+
+
+def lay_out(schedule: Schedule, windows: Sequence[Window], wire_dtype: torch.dtype, buffers: Buffers,
+            memory_by_buffer: Mapping[BufferKey, str], wire_memory_by_peer: Mapping[str, Mapping[int, str]],
+            host_slots: str) -> Layout:
+    """Address every chunk in the buffers' own strides, and take the slots.
+
+    ``wire_memory_by_peer`` has, per side ('source' for peers sent to, 'target' for peers received from), the memory in
+    which messages lie; ``host_slots`` is PINNED or PAGEABLE. Raises AffineTransferExecutionError for a chunk that
+    cannot be addressed so.
+    """
+    reader = _Reader(schedule.wire, buffers, memory_by_buffer)
+    within, across = reader.local(schedule.local)
+    to_itself = messages_of(across, schedule.wire, schedule.message_numel)
+    carried = [
+        reader.carried(window or Window((), ()), message, wire_memory_by_peer)
+        for window, message in itertools.zip_longest(windows, to_itself)
+    ]
+    turns = list(_turns(carried, schedule.depth))
+    slots = _Slots(wire_dtype, host_slots)
+    for messages, turn in zip(carried, turns):
+        for message in messages:
+            slots.reserve_for(message, turn)
+    laid = [slots.laid(messages, turn) for messages, turn in zip(carried, turns)]
+    return Layout(_laid(within[HOST]), _laid(within[DEVICE]), laid, slots.nbytes(HOST), slots.nbytes(DEVICE))
+
+
+def _turns(carried: Sequence[Sequence['_Carried']], depth: int) -> Iterator[Optional[int]]:
+    """The turn of each window: 0 and up in a circle, None for one that needs no slot."""
+    turn = 0
+    for messages in carried:
+        is_staged = any(message.bare is None for message in messages)
+        yield turn if is_staged else None
+        turn = (turn + is_staged) % depth
+
+
+def _laid(pairs: Sequence[Tuple[_Laid, _Laid]]) -> _LaidCopies:
+    return _LaidCopies(*zip(*pairs)) if pairs else _LaidCopies()
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A chunk of a message in this process's buffer: ``numel`` elements from ``position`` on in the message.
+
+    ``copies`` lead from the buffer to the message. ``is_run``: the buffer holds them as the message does.
+    """
+    buffer: BufferKey
+    memory: str
+    position: int
+    numel: int
+    copies: Tuple[Copy, ...]
+    is_run: bool
 
     @property
-    def arena_bytes(self) -> int:
-        return sum(lane.arena.nbytes for side in (self.sends, self.receives) for lane in side.values())
+    def place(self) -> _Place:
+        assert self.is_run, 'only a run is one place'
+        return _Place(self.buffer, (self.numel, ), (1, ), self.copies[0].offset)
 
-    def bind(self, sources: Tensors, targets: Tensors) -> Bound:
-        return Bound(local=[(target.of(targets), source.of(sources)) for target, source in self.local],
-                     sends={
-                         peer: lane.of(sources)
-                         for peer, lane in self.sends.items()
-                     },
-                     receives={
-                         peer: lane.of(targets)
-                         for peer, lane in self.receives.items()
-                     })
+    def between(self, slot: torch.Tensor) -> Iterator[Tuple[torch.Tensor, _Place]]:
+        """Each copy as its part of the slot, which holds the message, and its place in the buffer."""
+        for copy in self.copies:
+            part = slot.as_strided(copy.shape, copy.other_strides, slot.storage_offset() + copy.other_offset)
+            yield part, _Place(self.buffer, copy.shape, copy.strides, copy.offset)
 
 
-def geometry_of(sources: Tensors, targets: Tensors) -> Tuple:
-    """What a layout depends on: it serves all buffers whose geometry is equal to the one it was made for."""
-    return tuple({key: (tensor.shape, tensor.stride()) for key, tensor in side.items()} for side in (sources, targets))
+class _SlotKey(NamedTuple):
+    """``place`` is that of the message among those of its side; a slot without a turn serves all of them."""
+    memory: str
+    side: str
+    place: int
+    turn: Optional[int]
 
 
-def lay_out(schedule: Schedule, source_dtype: torch.dtype, target_dtype: torch.dtype, sources: Tensors,
-            targets: Tensors) -> Layout:
-    """Address every chunk in the buffers' own strides, and take the arenas.
+@dataclass(frozen=True)
+class _Carried:
+    """A message of a window and its ends in this process, by side: one, or both when it is to the process itself.
 
-    Raises AffineTransferExecutionError for a chunk that cannot be addressed so.
+    ``bare`` is its place in a buffer, None where it travels in a slot, in ``memory``.
     """
-    wire_dtype = source_dtype if schedule.wire.source_is_wire else target_dtype
+    peer: int
+    place: int
+    memory: str
+    numel: int
+    pieces_by_side: Mapping[str, Sequence[_Piece]]
+    bare: Optional[_Place]
 
-    def lane(queue, side, is_wire, buffers):
-        return _lane([_packed_copies(message, side, buffers) for message in queue], queue, is_wire, wire_dtype,
-                     schedule.depth)
+    @classmethod
+    def of(cls, peer: int, place: int, memory: str, numel: int,
+           pieces_by_side: Mapping[str, Sequence[_Piece]]) -> '_Carried':
+        # Pageable memory cannot be read or written late, as the other end of a message to itself does.
+        kinds = (DEVICE, ) if memory == DEVICE else (PINNED, ) if peer == _ITSELF else (PAGEABLE, PINNED)
+        bare = (pieces[0].place for pieces in pieces_by_side.values()
+                if len(pieces) == 1 and pieces[0].is_run and pieces[0].memory in kinds)
+        return cls(peer, place, memory, numel, pieces_by_side, next(bare, None))
 
-    return Layout(geometry_of(sources, targets),
-                  local=[windows for chunk in schedule.local for windows in _local_windows(chunk, sources, targets)],
-                  sends={
-                      peer: lane(queue, 'source', schedule.wire.source_is_wire, sources)
-                      for peer, queue in schedule.sends.items()
-                  },
-                  receives={
-                      peer: lane(queue, 'target', schedule.wire.target_is_wire, targets)
-                      for peer, queue in schedule.receives.items()
-                  })
+    @property
+    def other_memory(self) -> str:
+        return HOST if self.memory == DEVICE else DEVICE
 
+    def is_bare_at(self, side: str) -> bool:
+        return self.bare is not None and self.bare.buffer[0] == side
 
-def _local_windows(chunk: Chunk, sources: Tensors, targets: Tensors) -> Iterator[Tuple[_Window, _Window]]:
-    """The (target, source) windows of a chunk that stays in this process."""
-    source, target = chunk.source, chunk.target
-    whole = Copy(chunk.shape, source.offset, source.strides, target.offset, target.strides)
-    for part in readdress(whole, axes_of(sources[source.shard])):
-        for copy in readdress(part.turned(), axes_of(targets[target.shard])):
-            yield (_Window(target.shard, copy.shape, copy.strides,
-                           copy.offset), _Window(source.shard, copy.shape, copy.other_strides, copy.other_offset))
+    def is_bounced(self, piece: _Piece) -> bool:
+        is_across = (piece.memory == DEVICE) != (self.memory == DEVICE)
+        return is_across and not (piece.is_run and piece.memory != PAGEABLE)
 
+    def wire_slot(self, turn: Optional[int]) -> _SlotKey:
+        return _SlotKey(self.memory, next(iter(self.pieces_by_side)), self.place, turn)
 
-def _packed_copies(message: Message, side: str, buffers: Tensors) -> List[Tuple[ShardKey, Copy]]:
-    """The message's chunks by shard: from addresses in the buffers to places back to back in the message."""
-    copies = []
-    position = 0
-    for chunk in message.chunks:
-        box = getattr(chunk, side)
-        packed_strides = tuple(prod(chunk.shape[dim + 1:]) for dim in range(len(chunk.shape)))
-        whole = Copy(chunk.shape, box.offset, box.strides, position, packed_strides)
-        copies += [(box.shard, copy) for copy in readdress(whole, axes_of(buffers[box.shard]))]
-        position += chunk.numel
-    return copies
+    def bounce_slot(self, side: str, turn: Optional[int]) -> _SlotKey:
+        # Only the host fills one before the copy that reads the last is over. A lane, or a host that waits, needs one.
+        has_turns = side == 'source' and self.other_memory == HOST
+        return _SlotKey(self.other_memory, side, self.place, turn if has_turns else None)
 
 
-def _lane(copies_by_message: Sequence[List[Tuple[ShardKey, Copy]]], queue: Sequence[Message], is_wire: bool,
-          wire_dtype: torch.dtype, depth: int) -> _Lane:
-    """Windows for the messages that lie in one piece in a buffer, in the form they travel in; slots for the others.
+class _Reader:
+    """Where chunks lie in the buffers of this process."""
 
-    Slots are used in turn. Of the messages under way there are at most ``depth``, so the one that used a slot before
-    is done when the next one needs it.
-    """
-    bare = [
-        is_wire and len(copies) == 1 and is_contiguous(copies[0][1].shape, copies[0][1].strides)
-        for copies in copies_by_message
-    ]
-    staged_numels = [message.numel for message, is_bare in zip(queue, bare) if not is_bare]
-    arena = torch.empty((min(depth, len(staged_numels)), max(staged_numels, default=0)), dtype=wire_dtype)
-    slots = itertools.cycle(arena.unbind())
-    parcels = []
-    for message, copies, is_bare in zip(queue, copies_by_message, bare):
-        if is_bare:
-            shard, copy = copies[0]
-            parcels.append(_Parcel(None, _Window(shard, (message.numel, ), (1, ), copy.offset)))
-        else:
-            parcels.append(_staged(next(slots)[:message.numel], copies))
-    return _Lane(parcels, arena)
+    def __init__(self, wire: Wire, buffers: Buffers, memory_by_buffer: Mapping[BufferKey, str]):
+        self._is_wire = {'source': wire.source_is_wire, 'target': wire.target_is_wire}
+        self._axes = {key: axes_of(tensor) for key, tensor in buffers.items()}
+        self._memory = memory_by_buffer
+
+    def carried(self, window: Window, to_itself: Optional[Message],
+                wire_memory_by_peer: Mapping[str, Mapping[int, str]]) -> List[_Carried]:
+        """The messages of a window, ``to_itself`` among them if it is not None."""
+        carried = [
+            _Carried.of(travel.peer, travel.place, wire_memory_by_peer[side][travel.peer], travel.message.numel,
+                        {side: self._pieces(side, travel.message)})
+            for side, travels in (('source', window.sends), ('target', window.receives)) for travel in travels
+        ]
+        if to_itself is not None:
+            pieces_by_side = {side: self._pieces(side, to_itself) for side in ('source', 'target')}
+            carried.append(_Carried.of(_ITSELF, _ITSELF, HOST, to_itself.numel, pieces_by_side))
+        return carried
+
+    def _pieces(self, side: str, message: Message) -> List[_Piece]:
+        pieces = []
+        position = 0
+        for chunk in message.chunks:
+            box = getattr(chunk, side)
+            packed_strides = tuple(prod(chunk.shape[dim + 1:]) for dim in range(len(chunk.shape)))
+            whole = Copy(chunk.shape, box.offset, box.strides, position, packed_strides)
+            buffer = (side, box.shard)
+            copies = tuple(readdress(whole, self._axes[buffer]))
+            is_run = self._is_wire[side] and len(copies) == 1 and is_contiguous(copies[0].shape, copies[0].strides)
+            pieces.append(_Piece(buffer, self._memory[buffer], position, chunk.numel, copies, is_run))
+            position += chunk.numel
+        return pieces
+
+    def local(self, chunks: Sequence[Chunk]) -> Tuple[Dict[str, List[Tuple[_Place, _Place]]], List[Chunk]]:
+        """(target, source) places of the chunks that stay within host or device memory, and the chunks that cross."""
+        within: Dict[str, List[Tuple[_Place, _Place]]] = {HOST: [], DEVICE: []}
+        across = []
+        for chunk in chunks:
+            kinds = {DEVICE if self._memory[key] == DEVICE else HOST for key in _keys_of(chunk)}
+            if len(kinds) > 1:
+                across.append(chunk)
+            else:
+                within[kinds.pop()] += self._local_places(chunk)
+        return within, across
+
+    def _local_places(self, chunk: Chunk) -> Iterator[Tuple[_Place, _Place]]:
+        source_key, target_key = _keys_of(chunk)
+        whole = Copy(chunk.shape, chunk.source.offset, chunk.source.strides, chunk.target.offset, chunk.target.strides)
+        for part in readdress(whole, self._axes[source_key]):
+            for copy in readdress(part.turned(), self._axes[target_key]):
+                yield (_Place(target_key, copy.shape, copy.strides,
+                              copy.offset), _Place(source_key, copy.shape, copy.other_strides, copy.other_offset))
 
 
-def _staged(slot: torch.Tensor, copies: List[Tuple[ShardKey, Copy]]) -> _Parcel:
-    parts = ((slot.as_strided(copy.shape, copy.other_strides,
-                              slot.storage_offset() + copy.other_offset),
-              _Window(shard, copy.shape, copy.strides, copy.offset)) for shard, copy in copies)
-    return _Parcel(slot, None, tuple(parts))
+def _keys_of(chunk: Chunk) -> Tuple[BufferKey, BufferKey]:
+    return ('source', chunk.source.shard), ('target', chunk.target.shard)
+
+
+class _Slots:
+    """The slots of a layout: first reserved for all messages, then taken and used."""
+
+    def __init__(self, dtype: torch.dtype, host_memory: str):
+        self._dtype, self._host_memory = dtype, host_memory
+        self._numel: Dict[_SlotKey, int] = {}
+        self._tensors: Dict[_SlotKey, torch.Tensor] = {}
+
+    def nbytes(self, memory: str) -> int:
+        return sum(tensor.nbytes for key, tensor in self._tensors.items() if key.memory == memory)
+
+    def reserve_for(self, message: _Carried, turn: Optional[int]) -> None:
+        keys = [message.wire_slot(turn)] if message.bare is None else []
+        keys += [
+            message.bounce_slot(side, turn) for side, pieces in message.pieces_by_side.items()
+            if not message.is_bare_at(side) and any(message.is_bounced(piece) for piece in pieces)
+        ]
+        for key in keys:
+            self._numel[key] = max(self._numel.get(key, 0), message.numel)
+
+    def _take(self, key: _SlotKey) -> torch.Tensor:
+        if key not in self._tensors:
+            memory = DEVICE if key.memory == DEVICE else self._host_memory
+            self._tensors[key] = arena(self._numel[key], self._dtype, memory)
+        return self._tensors[key]
+
+    def laid(self, messages: Sequence[_Carried], turn: Optional[int]) -> _LaidWindow:
+        window = _LaidWindow([], [], [], turn)
+        for message in messages:
+            wire = message.bare or self._take(message.wire_slot(turn))[:message.numel]
+            ends = {side: self._end(message, side, wire, turn) for side in message.pieces_by_side}
+            if message.peer == _ITSELF:
+                window.to_itself.append((ends['source'], ends['target']))
+            elif 'source' in ends:
+                window.sends.append(ends['source'])
+            else:
+                window.receives.append(ends['target'])
+        return window
+
+    def _end(self, message: _Carried, side: str, wire: _Laid, turn: Optional[int]) -> _End:
+        if message.is_bare_at(side):
+            return _End(message.peer, wire)
+        within: Dict[str, List] = {HOST: [], DEVICE: []}
+        crossing: List[Tuple[_Laid, _Laid]] = []
+        bounced: List[Tuple[int, int]] = []
+        for piece in message.pieces_by_side[side]:
+            begin, end = piece.position, piece.position + piece.numel
+            if message.is_bounced(piece):
+                within[message.other_memory] += piece.between(self._take(message.bounce_slot(side, turn)))
+                # Neighbours cross over as one run.
+                bounced.append((bounced.pop()[0] if bounced and bounced[-1][1] == begin else begin, end))
+            elif (piece.memory == DEVICE) == (message.memory == DEVICE):
+                within[message.memory] += piece.between(wire)
+            else:
+                crossing.append((_run(wire, begin, end), piece.place))
+        for begin, end in bounced:
+            crossing.append((_run(wire, begin, end), self._take(message.bounce_slot(side, turn))[begin:end]))
+        is_watched = any(isinstance(pair[message.memory == DEVICE], torch.Tensor) for pair in crossing)
+        return _End(message.peer, wire,
+                    *(_directed(side, pairs) for pairs in (within[HOST], within[DEVICE], crossing)), is_watched)
+
+
+def _run(laid: _Laid, begin: int, end: int) -> _Laid:
+    if isinstance(laid, torch.Tensor):
+        return laid[begin:end]
+    return _Place(laid.buffer, (end - begin, ), (1, ), laid.offset + begin)
+
+
+def _directed(side: str, pairs: Sequence[Tuple[_Laid, _Laid]]) -> _LaidCopies:
+    """Copies between (wire or slot, what is nearer to the buffer): towards the wire at the source, else from it."""
+    return _laid(pairs if side == 'source' else [(near, wire) for wire, near in pairs])

@@ -4,17 +4,20 @@
 # DeepSpeed Team
 """How a transfer's bytes and its status rows travel between processes.
 
-``Transport`` is all that the executor asks of a process group: its own rank and size, messages between two ranks,
-rows gathered from everybody, and a way to give up. ``ProcessGroupTransport`` answers through the methods of the group
-object itself. ``deepspeed.comm`` and ``torch.distributed.get_rank(group)`` look a group up in the default world, and
-answer wrongly or raise for one that joins two worlds or was built straight from a store, as groups between trainers
-and rollout workers are.
+``Transport`` is all that the executor asks of a process group: its own rank and size, the memory that messages may lie
+in, messages exchanged with peers, rows gathered from everybody, and a way to give up. ``ProcessGroupTransport``
+answers through the methods of the group object itself. ``deepspeed.comm`` and ``torch.distributed.get_rank(group)``
+look a group up in the default world, and answer wrongly or raise for one that joins two worlds or was built straight
+from a store, as groups between trainers and rollout workers are.
 """
 
 from datetime import timedelta
-from typing import List, Optional, Protocol
+from functools import partial
+from typing import Callable, Dict, FrozenSet, List, Optional, Protocol, Sequence, Tuple, runtime_checkable
 
 import torch
+
+from .affine_transfer_memory import DEVICE, HOST, accelerator_device, accelerator_type
 
 __all__ = ['Transport', 'PendingMessage', 'ProcessGroupTransport', 'LoneTransport', 'transport_over']
 
@@ -24,88 +27,186 @@ _MESSAGE_TAG = 0x0AFF
 _NEVER_SENT_TAG = 0x0AFE
 _GIVE_UP_AFTER = timedelta(milliseconds=1)
 
+# A contiguous tensor of one dimension, and the peer that it goes to or comes from.
+Addressed = Tuple[torch.Tensor, int]
+
 
 class PendingMessage(Protocol):
-    """A message on its way; ``wait`` returns when its tensor may be reused, and raises when it failed."""
+    """A message on its way. ``wait`` raises RuntimeError when it failed.
+
+    For a message in host memory it returns when the tensor may be reused; for one in device memory it orders the
+    accelerator's current stream after the message, and does not hold the host up.
+    """
 
     def wait(self) -> object:
         ...
 
 
+@runtime_checkable
 class Transport(Protocol):
-    """Messages in host memory between the ``size`` ranks of one group, this process being ``rank``."""
+    """Messages between the ``size`` ranks of one group, this process being ``rank``.
+
+    ``memory`` tells where messages may lie: HOST, DEVICE or both; it is the same on all ranks.
+    """
     rank: int
     size: int
+    memory: FrozenSet[str]
 
-    def send(self, tensor: torch.Tensor, peer: int) -> PendingMessage:
-        """Start sending a contiguous tensor, which must stay as it is until the message was waited for."""
+    def exchange(self, sends: Sequence[Addressed],
+                 receives: Sequence[Addressed]) -> Tuple[List[PendingMessage], List[PendingMessage]]:
+        """Start one window of messages, at most one to and one from each peer; both ends call it for the same window.
 
-    def receive(self, tensor: torch.Tensor, peer: int) -> PendingMessage:
-        """Start receiving into a contiguous tensor the next message from ``peer``, of as many bytes."""
+        Returns the messages under way, in the order given. Tensors must stay as they are until the message was
+        waited for. Messages in device memory begin after what is queued on the accelerator's current stream.
+        """
 
-    def all_gather(self, rows: List[torch.Tensor], row: torch.Tensor) -> None:
-        """Fill ``rows`` with each rank's ``row``, in rank order; all have one size. Called by every rank."""
+    def all_gather(self, table: torch.Tensor, row: torch.Tensor) -> None:
+        """Fill ``table[rank]`` with the ``row`` of every rank, of one shape on all, and return when they are there.
 
-    def abandon(self) -> None:
-        """Fail what peers have pending with this rank, so that they need not wait for the group's timeout."""
+        Both are contiguous, in host memory. Called by every rank.
+        """
+
+    def abandon(self) -> List[int]:
+        """Fail what peers have pending with this rank, so that they need not wait for the group's timeout, and see to
+        it that none of this rank's own messages touches memory any more.
+
+        Returns the ranks that had gone before, which are dead or have abandoned the group themselves.
+        """
 
 
 class ProcessGroupTransport:
-    """Transport over a gloo ``ProcessGroup``, or over a bare backend object such as ``ProcessGroupGloo``."""
+    """Transport over a ``ProcessGroup``, or over a bare backend object such as ``ProcessGroupGloo``.
+
+    Messages lie in host memory where the group has a backend for it, and in device memory where it has a backend for
+    the accelerator's device that takes device memory itself (gloo copies it to the host, one message at a time).
+    """
 
     def __init__(self, group):
         self._group = group
         self.rank = group.rank()
         self.size = group.size()
+        # A ProcessGroup has a backend for each type of device, a bare backend is one.
+        self._backend_types = {device.type for device in getattr(group, '_device_types', ())}
+        self._coalesced = (torch.device(accelerator_type()), ) if accelerator_type() in self._backend_types else ()
+        self.memory = self._memory_of(group)
+        self._device_tables: Dict[Tuple, List[torch.Tensor]] = {}
 
-    def send(self, tensor, peer):
-        return self._group.send([tensor], peer, _MESSAGE_TAG)
+    def _memory_of(self, group) -> FrozenSet[str]:
+        if not hasattr(group, '_device_types'):
+            return frozenset((HOST if group.name() == 'gloo' else DEVICE, ))
+        memory = {HOST} if 'cpu' in self._backend_types else set()
+        if self._coalesced and group._get_backend(*self._coalesced).name() != 'gloo':
+            memory.add(DEVICE)
+        return frozenset(memory)
 
-    def receive(self, tensor, peer):
-        return self._group.recv([tensor], peer, _MESSAGE_TAG)
+    def exchange(self, sends, receives):
+        on_device = [[message for message in side if not message[0].is_cpu] for side in (sends, receives)]
+        grouped = self._exchange_on_device(*on_device) if any(on_device) else None
+        pending_receives = [
+            _Posted(f'receiving from rank {peer}', partial(self._group.recv, [tensor], peer, _MESSAGE_TAG))
+            if tensor.is_cpu else grouped for tensor, peer in receives
+        ]
+        pending_sends = [
+            _Posted(f'sending to rank {peer}', partial(self._group.send, [tensor], peer, _MESSAGE_TAG))
+            if tensor.is_cpu else grouped for tensor, peer in sends
+        ]
+        return pending_sends, pending_receives
 
-    def all_gather(self, rows, row):
-        self._group.allgather([rows], [row]).wait()
+    def _exchange_on_device(self, sends, receives) -> PendingMessage:
+        """All messages of a window as one group: posted one by one, two ranks would each begin with the one that the
+        other has not come to."""
+        self._group._start_coalescing(*self._coalesced)
+        # As bytes, since backends do not know all dtypes.
+        for tensor, peer in receives:
+            self._group.recv([tensor.view(torch.uint8)], peer, _MESSAGE_TAG)
+        for tensor, peer in sends:
+            self._group.send([tensor.view(torch.uint8)], peer, _MESSAGE_TAG)
+        peers = sorted({peer for side in (sends, receives) for _, peer in side})
+        return _Posted(f'exchanging with ranks {peers}', partial(self._group._end_coalescing, *self._coalesced))
+
+    def all_gather(self, table, row):
+        if HOST in self.memory:
+            self._group._allgather_base(table.view(-1), row).wait()
+            return
+        key = (table.shape, table.dtype)
+        if key not in self._device_tables:
+            self._device_tables = {
+                key: [torch.empty_like(tensor, device=accelerator_device()) for tensor in (table, row)]
+            }
+        device_table, device_row = self._device_tables[key]
+        device_row.copy_(row)
+        self._group._allgather_base(device_table.view(-1), device_row).wait()
+        table.copy_(device_table)
 
     def abandon(self):
+        gone = self._close_connections() if HOST in self.memory else []
+        if DEVICE in self.memory:
+            (self._group._get_backend(*self._coalesced) if self._coalesced else self._group).abort()
+        return gone
+
+    def _close_connections(self) -> List[int]:
         # When one wait of a rank times out, gloo closes all of that rank's connections, and its peers' operations
         # fail at once. abort() and shutdown() leave the connections open (torch 2.13), so wait for what nobody sends.
-        # A peer that is already gone fails without a timeout; going on to the next one reaches one that is alive.
+        # With a peer that is gone nothing can be posted any more.
         row = torch.empty(1, dtype=torch.uint8)
-        for peer in range(self.size):
-            if peer == self.rank:
-                continue
+        gone, posted = [], []
+        for peer in (peer for peer in range(self.size) if peer != self.rank):
             try:
-                self._group.recv([row], peer, _NEVER_SENT_TAG).wait(_GIVE_UP_AFTER)
+                posted.append(self._group.recv([row], peer, _NEVER_SENT_TAG))
+            except RuntimeError:
+                gone.append(peer)
+        for work in posted:
+            try:
+                work.wait(_GIVE_UP_AFTER)
             except RuntimeError:
                 continue
+        return gone
+
+
+class _Posted:
+    """A message under way, whose failure says whom it was for."""
+
+    def __init__(self, doing: str, post: Callable[[], PendingMessage]):
+        self._doing = doing
+        self._work = self._told(post)
+
+    def wait(self):
+        self._told(self._work.wait)
+
+    def _told(self, call):
+        try:
+            return call()
+        except RuntimeError as error:
+            raise RuntimeError(f'{self._doing}: {error}') from error
 
 
 class LoneTransport:
     """The transport of a process without a group: one rank, which has nobody to exchange messages with."""
     rank = 0
     size = 1
+    memory = frozenset((HOST, ))
 
-    def send(self, tensor, peer):
-        raise ValueError(f'there is no rank {peer} without a process group')
+    def exchange(self, sends, receives):
+        if sends or receives:
+            raise ValueError('there are no other ranks without a process group')
+        return [], []
 
-    def receive(self, tensor, peer):
-        raise ValueError(f'there is no rank {peer} without a process group')
-
-    def all_gather(self, rows, row):
-        rows[0].copy_(row)
+    def all_gather(self, table, row):
+        table[0].copy_(row)
 
     def abandon(self):
-        pass
+        return []
 
 
 def transport_over(group: Optional[object]) -> Transport:
-    """The transport of ``group``, or of this process alone when it is None.
+    """The transport of ``group``, or of this process alone when it is None; a Transport is its own.
 
     Raises TypeError for what is no group object, such as what ``new_group`` returns to a process it leaves out.
     """
     if group is None:
         return LoneTransport()
+    if isinstance(group, Transport):
+        return group
     try:
         return ProcessGroupTransport(group)
     except AttributeError as error:

@@ -138,7 +138,7 @@ def test_what_stays_on_a_rank_is_in_no_message():
 
 def test_a_rank_that_holds_neither_end_has_an_empty_schedule():
     schedule = schedule_of({'w': line_plan((0, 0, 1, 0, 4))}, rank=2)
-    assert (schedule.local, schedule.sends, schedule.receives, schedule.rounds) == ((), {}, {}, 0)
+    assert (schedule.local, schedule.sends, schedule.receives) == ((), {}, {})
 
 
 def test_a_location_without_a_rank_is_refused():
