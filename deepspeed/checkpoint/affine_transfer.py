@@ -180,8 +180,12 @@ def plan_model(target_maps: Mapping[str, ParamAffineMap],
     the same parameters.
     """
     if target_maps.keys() != source_maps.keys():
-        raise InvalidMapError(f'parameters without a source map: {sorted(target_maps.keys() - source_maps.keys())}; '
-                              f'without a target map: {sorted(source_maps.keys() - target_maps.keys())}')
+        lacking = {
+            'source': target_maps.keys() - source_maps.keys(),
+            'target': source_maps.keys() - target_maps.keys()
+        }
+        raise InvalidMapError('parameters ' + '; '.join(f'without a {side} map: {sorted(names)}'
+                                                        for side, names in lacking.items() if names))
     if ranks is not None:
         if source_ranks is not None or target_ranks is not None:
             raise TypeError('plan_model takes either ranks, or source_ranks and target_ranks')

@@ -100,13 +100,14 @@ def check_buffers(side: str, tensors: Mapping[ShardKey, torch.Tensor], shards: M
         what = _buffer(side, *key)
         if key not in shards:
             mine = sorted(location for name, location in shards if name == key[0])
-            raise AffineTransferExecutionError(f"{what} is foreign: this rank's {side} locations are {mine}")
+            where = f"this rank's {side} locations are {mine}" if mine else f'this rank has no {side} of that name'
+            raise AffineTransferExecutionError(f'{what} is foreign: {where}')
         _check_storage(what, tensor, dtype)
         _check_shape(what, tensor, shards[key])
     for key, shard in shards.items():
         if shard.extent > 0 and key not in tensors:
-            raise AffineTransferExecutionError(f'{_buffer(side, *key)} is missing or empty: {shard.extent} elements '
-                                               'or more of it take part')
+            held = f'{shard.extent} elements or more' if shard.shape is None else f'a shard of shape {shard.shape}'
+            raise AffineTransferExecutionError(f'{_buffer(side, *key)} is missing or empty: this rank holds {held}')
 
 
 def _buffer(side: str, name: str, location: int) -> str:
@@ -135,8 +136,9 @@ def _check_shape(what: str, tensor: torch.Tensor, shard: Shard) -> None:
             raise AffineTransferExecutionError(f'{what} must be contiguous and have {shard.extent} elements or more, '
                                                f'but has shape {shape} and strides {tensor.stride()}')
     elif shape != shard.shape and shape != (prod(shard.shape), ):
-        raise AffineTransferExecutionError(
-            f'{what} has shape {shape}, expected {shard.shape} or ({prod(shard.shape)},)')
+        flat = (prod(shard.shape), )
+        expected = f'{flat}' if shard.shape == flat else f'{shard.shape} or {flat}'
+        raise AffineTransferExecutionError(f'{what} has shape {shape}, expected {expected}')
     reach = 0
     # Each dimension steps over all that the dimensions of smaller strides reach, so no two elements share an address.
     for stride, size in sorted(zip(tensor.stride(), shape)):

@@ -216,7 +216,7 @@ class AffineTransferExecutor:
             raise
         except BaseException as error:
             gone = self._transport.abandon()
-            lost = f'; gone already: {ranks_text(gone)}' if gone else ''
+            lost = f'; dead or too late: {ranks_text(gone)}' if gone else ''
             self._broken = f'{told}: {error}{lost}'
             # Buffers may be freed once this has raised. What waits for peers on a stream was ended by the above.
             if self._mover is not None:

@@ -70,7 +70,8 @@ class Transport(Protocol):
         """Fail what peers have pending with this rank, so that they need not wait for the group's timeout, and see to
         it that none of this rank's own messages touches memory any more.
 
-        Returns the ranks that had gone before, which are dead or have abandoned the group themselves.
+        Returns the ranks that nothing could be posted to any more: dead ones, those that have abandoned the group
+        themselves, and those that a message timed out with.
         """
 
 

@@ -2,16 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""The README's snippet runs as it stands, and moves what it says."""
+"""The README's snippets run as they stand, and do what it says; its tables are those of the code."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import deepspeed
 import torch
 
-from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from unit.ranks import run_ranks
 
 README = Path(__file__).resolve().parents[2] / 'README.md'
@@ -27,7 +28,7 @@ class Regression(torch.nn.Module):
         return self.layers(batch.to(self.layers[0].weight.dtype)).square().mean()
 
 
-def run_snippet(rank, snippet):
+def run_snippets(rank, transfer, in_place):
     torch.manual_seed(0)
     model = Regression()
     names = {
@@ -48,17 +49,25 @@ def run_snippet(rank, snippet):
             }
         }
     }
-    exec(snippet, names)
+    exec(transfer, names)
     for name, parameter in names['engine'].module.named_parameters():
         master = safe_get_full_fp32_param(parameter)
         rows = (master.chunk(2) + (master[:0], ))[rank]
         assert torch.equal(names['shards'][name][rank], rows.to(torch.bfloat16)), name
-    return len(names['shards'])
+    parameter = model.layers[0].weight
+    moment = safe_get_full_optimizer_state(parameter, 'exp_avg').clone()
+    names |= {'name': 'layers.0.weight', 'new_value': torch.arange(35.0).reshape(5, 7)}
+    exec(in_place, names)
+    with deepspeed.zero.GatheredParameters([parameter]):
+        weight = parameter.detach().float()
+    return (len(names['shards']), torch.equal(names['full'], moment),
+            torch.equal(safe_get_full_fp32_param(parameter),
+                        names['new_value']), torch.equal(weight, names['new_value']))
 
 
-def test_the_readmes_snippet_brings_every_master_to_its_row_shards():
-    snippet, = re.findall(r'```python\n(.*?)```', README.read_text('utf-8'), re.DOTALL)
-    assert run_ranks(run_snippet, 2, snippet) == [4, 4]
+def test_the_readmes_snippets_bring_every_master_to_its_row_shards_and_change_state_in_place():
+    snippets = re.findall(r'```python\n(.*?)```', README.read_text('utf-8'), re.DOTALL)
+    assert run_ranks(run_snippets, 2, *snippets) == [(4, True, True, True)] * 2
 
 
 def test_the_readmes_tables_of_engines_are_those_that_the_code_and_the_tests_use(tmp_path):

@@ -20,10 +20,16 @@ Value = TypeVar('Value')
 
 
 def exchange(word: bytes) -> List[bytes]:
-    """The ``word`` of every rank of the world, in rank order. Collective; all ranks give equally many bytes."""
+    """The ``word`` of every rank of the world, in rank order. Collective; all ranks give equally many bytes.
+
+    Raises RuntimeError where a rank is gone or does not come within the default group's timeout.
+    """
     mine = torch.tensor(list(word), dtype=torch.uint8, device=get_accelerator().current_device_name())
     words = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(words, mine)
+    try:
+        dist.all_gather(words, mine)
+    except RuntimeError as error:
+        raise RuntimeError(f'ZeRO storage: not every rank of the world made this call: {error}') from error
     return [bytes(other.tolist()) for other in words]
 
 

@@ -114,8 +114,10 @@ REFUSED_ENGINES: Tuple[RefusedConfiguration, ...] = (
                          'a pipeline stage holds part of the model only: use a plain torch.nn.Module'),
     RefusedConfiguration('weight_quantization', has_quantized_weights,
                          'codes are then kept in place of weights: leave it out and use bf16 or fp16 weights'),
-    RefusedConfiguration('optimizer', lambda engine: read(engine, 'basic_optimizer') is None,
-                         'none is configured, so there is no storage: give one to deepspeed.initialize'),
+    RefusedConfiguration(
+        'optimizer', lambda engine: read(engine, 'basic_optimizer') is None,
+        'without one there are no masters: give one to deepspeed.initialize, or use parameter_storage() '
+        'under stage 3'),
     RefusedConfiguration('MoE layers and tensor_parallel.autotp_size',
                          lambda engine: read(engine, 'has_moe_layers') and engine.autotp_size() > 1,
                          'who holds which expert then is not described: use one of the two'),

@@ -95,11 +95,13 @@ def spoil(kind, rank, sources, targets):
 
 
 KINDS = {
-    'missing source': 'the source buffer of location 1 of w is missing or empty: 8 elements or more of it take part',
-    'missing target': 'the target buffer of location 0 of w is missing or empty: 8 elements or more of it take part',
+    'missing source':
+    'the source buffer of location 1 of w is missing or empty: this rank holds a shard of shape (8,)',
+    'missing target':
+    'the target buffer of location 0 of w is missing or empty: this rank holds a shard of shape (8,)',
     'foreign source': "the source buffer of location 0 of w is foreign: this rank's source locations are [1]",
     'wrong dtype': 'the target buffer of location 0 of w has dtype torch.bfloat16, expected torch.float32',
-    'too small': 'the source buffer of location 1 of w has shape (7,), expected (8,) or (8,)',
+    'too small': 'the source buffer of location 1 of w has shape (7,), expected (8,)',
     'expanded': 'the source buffer of location 1 of w is expanded or overlaps itself: shape (8,), strides (0,)',
     'aliasing': 'the source buffer of location 1 of w and the target buffer of location 0 of w share memory',
     'on a device':
@@ -139,8 +141,8 @@ def test_all_refusing_ranks_are_named():
     texts = run_ranks(two_ranks_refuse, 4)
     assert texts == [
         'transfer refused before it began: rank 0: the source buffer of location 0 of w is missing or '
-        'empty: 8 elements or more of it take part; rank 1: the source buffer of location 1 of w is '
-        'missing or empty: 8 elements or more of it take part'
+        'empty: this rank holds a shard of shape (8,); rank 1: the source buffer of location 1 of w is '
+        'missing or empty: this rank holds a shard of shape (8,)'
     ] * 4
 
 
@@ -383,7 +385,7 @@ def fail_and_check(rank, number):
 
 def names_rank_1(text):
     """Whether a message to or from the victim failed, or it is among those that had gone."""
-    return re.search(r'(sending to|receiving from) rank 1: |gone already: ranks? (\d, )*1\b', text) is not None
+    return re.search(r'(sending to|receiving from) rank 1: |dead or too late: ranks? (\d, )*1\b', text) is not None
 
 
 def assert_only_the_victim_failed(function, *args):

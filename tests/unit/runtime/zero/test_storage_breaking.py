@@ -142,3 +142,14 @@ def test_ranks_that_call_different_methods_are_all_told_so(calls):
     for seen in observed(observe_mixed_calls, 2):
         error_class, text = seen[calls]
         assert error_class is RuntimeError and 'call another method' in text
+
+
+def error_without_rank_1(rank):
+    start_deepspeed()
+    engine = build_engine(config_of(1))
+    return None if rank == 1 else error_of(engine.optimizer_storage_maps)
+
+
+def test_a_call_that_not_every_rank_makes_says_so():
+    error_class, text = observed(error_without_rank_1, 2)[0]
+    assert error_class is RuntimeError and 'not every rank of the world made this call' in text
