@@ -72,8 +72,8 @@ class Agreement:
 
     def __init__(self, transport: Transport):
         self._transport = transport
-        self._row = torch.zeros(len(_Status._fields), dtype=torch.int64)
-        self._table = torch.zeros((transport.size, len(_Status._fields)), dtype=torch.int64)
+        self._row = torch.zeros(len(_Status._fields), dtype=torch.int64, device='cpu')
+        self._table = torch.zeros((transport.size, len(_Status._fields)), dtype=torch.int64, device='cpu')
         self._row_values, self._table_values = self._row.numpy(), self._table.numpy()
         self._executor = 0
 
@@ -133,12 +133,12 @@ class Agreement:
         """Every rank's text, cut to ``limit_bytes``; without a limit, the longest one's size is found out first."""
         encoded = np.frombuffer(text.encode(errors='backslashreplace'), dtype=np.uint8)[:limit_bytes]
         if limit_bytes is None:
-            sizes = torch.zeros((self._transport.size, 1), dtype=torch.int64)
-            self._transport.all_gather(sizes, torch.tensor([len(encoded)]))
+            sizes = torch.zeros((self._transport.size, 1), dtype=torch.int64, device='cpu')
+            self._transport.all_gather(sizes, torch.tensor([len(encoded)], device='cpu'))
             limit_bytes = int(sizes.max())
-        row = torch.zeros(limit_bytes, dtype=torch.uint8)
+        row = torch.zeros(limit_bytes, dtype=torch.uint8, device='cpu')
         row.numpy()[:len(encoded)] = encoded
-        rows = torch.zeros((self._transport.size, limit_bytes), dtype=torch.uint8)
+        rows = torch.zeros((self._transport.size, limit_bytes), dtype=torch.uint8, device='cpu')
         self._transport.all_gather(rows, row)
         return [row.numpy().tobytes().rstrip(b'\0').decode(errors='ignore') for row in rows]
 

@@ -87,7 +87,8 @@ def _items(what: str, mapping):
 def signature(tensors: Mapping[BufferKey, torch.Tensor]) -> Tuple:
     """All that the checks below read of collected buffers: where signatures are equal, so is their answer."""
     return tuple((key, type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.data_ptr(),
-                  tensor.is_conj(), tensor.is_neg()) for key, tensor in tensors.items())
+                  tensor.untyped_storage().nbytes(), tensor.is_conj(), tensor.is_neg())
+                 for key, tensor in tensors.items())
 
 
 def check_buffers(side: str, tensors: Mapping[ShardKey, torch.Tensor], shards: Mapping[ShardKey, Shard],
@@ -120,13 +121,18 @@ def _check_storage(what: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
     if not tensor.is_cpu and tensor.device != accelerator_device():
         usable = f'or {accelerator_device()}' if accelerator_device() else '(there is no accelerator)'
         raise AffineTransferExecutionError(f'{what} is on device {tensor.device}, expected host memory {usable}')
-    # A DTensor or another wrapper has no storage of the shape it shows; a lazy conjugate or negative view shows other
-    # values than it stores.
-    if hasattr(tensor, '__tensor_flatten__') or tensor.is_conj() or tensor.is_neg():
+    # A DTensor or another class that interprets operations itself need not have storage of the shape it shows; a lazy
+    # conjugate or negative view and a quantized tensor show other values than they store.
+    interprets = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if interprets or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         raise AffineTransferExecutionError(f'{what} does not store the values it shows: pass the plain local tensor '
                                            f'instead of this {type(tensor).__name__}')
     if tensor.untyped_storage().nbytes() == 0:
         raise AffineTransferExecutionError(f'{what} has no storage: it was freed')
+    reach_bytes = (tensor.storage_offset() + _reach(tensor)) * tensor.element_size()
+    if reach_bytes > tensor.untyped_storage().nbytes():
+        raise AffineTransferExecutionError(f'{what} reaches over {reach_bytes} bytes of a storage of '
+                                           f'{tensor.untyped_storage().nbytes()}: it was resized')
 
 
 def _check_shape(what: str, tensor: torch.Tensor, shard: Shard) -> None:
@@ -192,8 +198,12 @@ class _Span(NamedTuple):
 
 def _spans(side: str, tensors: Mapping[ShardKey, torch.Tensor]) -> Iterator[_Span]:
     for key, tensor in tensors.items():
-        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1
-        yield _Span(tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size(), side, key, tensor)
+        yield _Span(tensor.data_ptr(), tensor.data_ptr() + _reach(tensor) * tensor.element_size(), side, key, tensor)
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """The elements of memory from a tensor's first one to its last one."""
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1
 
 
 def _check_apart(group: List[_Span]) -> None:

@@ -44,7 +44,6 @@ elements are no larger than the source's, else by the receiver. (NaN stays NaN; 
 """
 
 import hashlib
-import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -60,7 +59,7 @@ from .affine_transfer_memory import HOST, PAGEABLE, PINNED, accelerator_device, 
 from .affine_transfer_mover import Mover
 from .affine_transfer_schedule import AffineTransferExecutionError, Schedule, Wire
 from .affine_transfer_staging import Layout, lay_out
-from .affine_transfer_transport import transport_over
+from .affine_transfer_transport import one_at_a_time_over, transport_over
 from .affine_transfer_windows import windows_of
 
 __all__ = [
@@ -170,12 +169,12 @@ class AffineTransferExecutor:
         self._agreement = Agreement(self._transport)
         self._mover: Optional[Mover] = None
         self._broken: Optional[str] = None
-        self._one_at_a_time = threading.Lock()
+        self._one_at_a_time = one_at_a_time_over(group)
         self._layout: Optional[Layout] = None
         self._laid_out_for: Optional[Tuple] = None
         self._checked: Optional[Tuple] = None  # signature of the buffers that passed the checks last
         fault, terms = None, None
-        with self._giving_up('the ranks could not agree on a transfer, nothing was moved'):
+        with self._one_at_a_time, self._giving_up('the ranks could not agree on a transfer, nothing was moved'):
             try:
                 terms = self._build(plans, endpoints, dtype, source_dtype or dtype, budget)
             except Exception as error:
@@ -188,7 +187,8 @@ class AffineTransferExecutor:
         Buffers are ``{location: tensor}``, or ``{name: {location: tensor}}`` for named plans, in the shard's shape
         with strides that each step over what the smaller ones reach, or flat. Each may be in host memory, pageable or
         pinned, or on the accelerator's current device. Buffers without elements are ignored. Calls from several
-        threads take turns.
+        threads take turns, as do those of all executors of one group object; a call from within another one, as a
+        signal handler's can be, raises RuntimeError.
         Device buffers are read and written after what is queued on the current stream. Host buffers are read and
         written at once, so copies of the caller's own to or from pinned ones must be over. On return sources may be
         overwritten and targets read, by the host and on any stream.
@@ -203,9 +203,16 @@ class AffineTransferExecutor:
             with self._giving_up('transfer failed before it began, targets are untouched'):
                 buffers = self._open(source_buffers, target_buffers)
             with self._giving_up('transfer failed after it began, targets are undefined'):
+                self._void_what_autograd_saved(buffers)
                 self._mover.move(self._layout.bind(buffers))
                 self._agreement.close()
             return replace(self._stats, seconds=time.perf_counter() - started)
+
+    def _void_what_autograd_saved(self, buffers: Mapping[BufferKey, torch.Tensor]) -> None:
+        """Let a backward that needs a target's old values fail; what is received, no operator of torch writes."""
+        for side, shard in buffers:
+            if side == 'target' and shard in self._schedule.target_extents:
+                torch.autograd.graph.increment_version(buffers[side, shard])
 
     @contextmanager
     def _giving_up(self, told: str):
@@ -215,9 +222,10 @@ class AffineTransferExecutor:
         except AffineTransferExecutionError:
             raise
         except BaseException as error:
+            self._broken = f'{told}: {str(error) or type(error).__name__}'
             gone = self._transport.abandon()
-            lost = f'; dead or too late: {ranks_text(gone)}' if gone else ''
-            self._broken = f'{told}: {error}{lost}'
+            if gone:
+                self._broken += f'; dead or too late: {ranks_text(gone)}'
             # Buffers may be freed once this has raised. What waits for peers on a stream was ended by the above.
             if self._mover is not None:
                 self._mover.until_done()
@@ -235,6 +243,10 @@ class AffineTransferExecutor:
                                                    f'{name!r} has a {type(plan).__name__}')
         if not isinstance(dtype, torch.dtype) or not isinstance(source_dtype, torch.dtype):
             raise AffineTransferExecutionError(f'dtypes must be torch dtypes, not {dtype!r} and {source_dtype!r}')
+        for what, value, cls in (('endpoints', endpoints, TransferEndpoints), ('budget', budget, StagingBudget)):
+            if not isinstance(value, cls):
+                raise AffineTransferExecutionError(
+                    f'{what} must be of type {cls.__name__}, not {type(value).__name__}')
         rank, size = self._transport.rank, self._transport.size
         endpoints.check_ranks(size)
         self._dtype, self._source_dtype = dtype, source_dtype

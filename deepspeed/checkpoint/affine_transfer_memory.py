@@ -46,9 +46,13 @@ def memory_of(tensor: torch.Tensor, asks_pinned: bool) -> str:
 
 def arena(numel: int, dtype: torch.dtype, memory: str) -> torch.Tensor:
     """``numel`` elements of PAGEABLE, PINNED or DEVICE memory, of any values."""
+    # As bytes on a named device: zero.Init changes the dtype of new floats, and others the default device.
+    nbytes = numel * dtype.itemsize
     if memory == PINNED:
-        return get_accelerator().pin_empty(numel, dtype=dtype)
-    return torch.empty(numel, dtype=dtype, device=accelerator_device() if memory == DEVICE else None)
+        slot = get_accelerator().pin_empty(nbytes, dtype=torch.uint8)
+    else:
+        slot = torch.empty(nbytes, dtype=torch.uint8, device=accelerator_device() if memory == DEVICE else 'cpu')
+    return slot.view(dtype)
 
 
 def residency_of(memory_by_buffer: Mapping[Tuple[str, object], str]) -> int:

@@ -13,19 +13,26 @@ from a store, as groups between trainers and rollout workers are.
 
 from datetime import timedelta
 from functools import partial
+from threading import RLock
 from typing import Callable, Dict, FrozenSet, List, Optional, Protocol, Sequence, Tuple, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import torch
 
 from .affine_transfer_memory import DEVICE, HOST, accelerator_device, accelerator_type
 
-__all__ = ['Transport', 'PendingMessage', 'ProcessGroupTransport', 'LoneTransport', 'transport_over']
+__all__ = [
+    'Transport', 'PendingMessage', 'ProcessGroupTransport', 'LoneTransport', 'transport_over', 'OneAtATime',
+    'one_at_a_time_over'
+]
 
 # Messages of one tag between two ranks arrive in the order they were sent. A tag of our own keeps them apart from
 # messages that the owner of the group sends with the default tag.
 _MESSAGE_TAG = 0x0AFF
 _NEVER_SENT_TAG = 0x0AFE
 _GIVE_UP_AFTER = timedelta(milliseconds=1)
+
+_one_at_a_time_by_group = WeakKeyDictionary()
 
 # A contiguous tensor of one dimension, and the peer that it goes to or comes from.
 Addressed = Tuple[torch.Tensor, int]
@@ -149,7 +156,7 @@ class ProcessGroupTransport:
         # When one wait of a rank times out, gloo closes all of that rank's connections, and its peers' operations
         # fail at once. abort() and shutdown() leave the connections open (torch 2.13), so wait for what nobody sends.
         # With a peer that is gone nothing can be posted any more.
-        row = torch.empty(1, dtype=torch.uint8)
+        row = torch.empty(1, dtype=torch.uint8, device='cpu')
         gone, posted = [], []
         for peer in (peer for peer in range(self.size) if peer != self.rank):
             try:
@@ -212,3 +219,33 @@ def transport_over(group: Optional[object]) -> Transport:
         return ProcessGroupTransport(group)
     except AttributeError as error:
         raise TypeError(f'{group!r} is not a process group that this process is a member of') from error
+
+
+class OneAtATime:
+    """A context that one thread is in at a time; others wait.
+
+    Entering it again from within, as a signal handler can, raises RuntimeError instead of waiting for ever.
+    """
+
+    def __init__(self):
+        self._lock = RLock()
+        self._is_taken = False
+
+    def __enter__(self):
+        self._lock.acquire()
+        if self._is_taken:
+            self._lock.release()
+            raise RuntimeError('this thread is in a transfer over the same group already')
+        self._is_taken = True
+
+    def __exit__(self, *_):
+        self._is_taken = False
+        self._lock.release()
+
+
+def one_at_a_time_over(group: Optional[object]) -> OneAtATime:
+    """The context of everything that is done through ``group``; a new one when it is None.
+
+    Messages of two executors look alike to a group: only their order tells them apart.
+    """
+    return OneAtATime() if group is None else _one_at_a_time_by_group.setdefault(group, OneAtATime())
