@@ -31,7 +31,8 @@ compgen -G "$wheels/*.whl" > /dev/null && "${install[@]}" "$wheels"/*.whl
 # Building writes into the tree it builds.
 mkdir "$scratch/fork"
 cp -r deepspeed requirements setup.py setup.cfg pyproject.toml README.md LICENSE MANIFEST.in "$scratch/fork"
-DS_UPSTREAM=$(ls "$wheels"/deepspeed-*.tar.gz) PYTHONPATH=$site "${install[@]}" "$scratch/fork"
+sdist=$(ls "$wheels"/deepspeed-*.tar.gz)
+DS_UPSTREAM=$sdist PYTHONPATH=$site "${install[@]}" "$scratch/fork"
 
 export PYTHONPATH=$site DS_ACCELERATOR=cuda PYTHONDONTWRITEBYTECODE=1
 status=0

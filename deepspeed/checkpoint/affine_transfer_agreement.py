@@ -113,11 +113,15 @@ class Agreement:
 
     def _exchange(self, status: _Status) -> List[_Status]:
         self._row_values[:] = [_signed(value) for value in status]
+        self._table_values.fill(-1)
         try:
             self._transport.all_gather(self._table, self._row)
         except RuntimeError as error:
             raise RuntimeError(f'exchanging status with all ranks: {error}') from error
         statuses = [_Status._make([value % _WORD for value in row]) for row in self._table_values.tolist()]
+        if statuses[self._transport.rank] != status:
+            # A library may give up without a word and leave the table as it was.
+            raise RuntimeError('exchanging status with all ranks brought no rows back')
         if len({status[:1] if status.phase == _CONSTRUCT else status[:2] for status in statuses}) > 1:
             raise _disagreement([f'rank {rank} {status.doing()}' for rank, status in enumerate(statuses)])
         return statuses

@@ -18,7 +18,8 @@ all ranks raise AffineTransferExecutionError, naming it and its cause: ``transfe
 *Failure.* Once bytes move, a lost peer makes every survivor raise, within the group's timeout: what its targets hold
 is undefined, and neither the executor nor the group can be used again. A second exchange ends each ``execute``, so a
 rank without any traffic to the lost one learns of it too. When a rank dies within that very exchange, some survivors
-may return, with all of their targets written, and learn of it in their next call.
+may return, with all of their targets written, and learn of it in their next call. Over NCCL a lost peer is noticed by
+PyTorch's watchdog, which by default ends the process instead.
 
 *Bound.* Messages are staged in at most
 
@@ -229,6 +230,7 @@ class AffineTransferExecutor:
             # Buffers may be freed once this has raised. What waits for peers on a stream was ended by the above.
             if self._mover is not None:
                 self._mover.until_done()
+                self._mover = None  # it keeps messages that were under way, and with them buffers
             if not isinstance(error, Exception):
                 raise
             raise AffineTransferExecutionError(self._broken) from error
@@ -264,6 +266,7 @@ class AffineTransferExecutor:
             'source dtype': str(source_dtype),
             'bytes per peer': str(budget.bytes_per_peer),
             'max active peers': str(budget.max_active_peers),
+            'memory of messages': ' and '.join(sorted(self._transport.memory)),
             # Where ranks bind a location to one another, each would leave its copy to the other one.
             'digest of the endpoints': endpoints.digest()
         }

@@ -4,8 +4,10 @@
 # DeepSpeed Team
 """What surrounds a transfer and must not change it: other threads, default devices, autograd, odd tensors, Ctrl-C."""
 
+import gc
 import threading
 import time
+import weakref
 from unittest import mock
 
 import pytest
@@ -16,7 +18,7 @@ import deepspeed
 from deepspeed.checkpoint.affine_transfer_executor import (AffineTransferExecutionError, AffineTransferExecutor,
                                                            StagingBudget, TransferEndpoints)
 from deepspeed.checkpoint.affine_transfer_mover import Mover
-from deepspeed.checkpoint.affine_transfer_transport import LoneTransport
+from deepspeed.checkpoint.affine_transfer_transport import LoneTransport, ProcessGroupTransport
 from unit.checkpoint.test_transfer_executor_faults import FaultyGroup, text_of
 from unit.checkpoint.test_transfer_executor_ranks import world
 from unit.checkpoint.transfer_cases import line_plan
@@ -193,3 +195,48 @@ def test_a_call_from_within_another_one_fails_and_does_not_wait_for_it():
     with mock.patch.object(Mover, 'move', side_effect=lambda bound: executor.execute(*buffers)):
         with pytest.raises(AffineTransferExecutionError, match='this thread is in a transfer over the same group'):
             executor.execute(*buffers)
+
+
+# Transports that are not what they seem
+
+
+class SilentTransport(LoneTransport):
+    """Gathers nothing and says nothing, as a library whose communicator was aborted."""
+    silent = False
+
+    def all_gather(self, table, row):
+        if not self.silent:
+            super().all_gather(table, row)
+
+
+def test_rows_of_an_earlier_exchange_are_not_taken_for_an_answer():
+    transport = SilentTransport()
+    executor = AffineTransferExecutor(LINE, HERE, dtype=torch.float32, group=transport)
+    executor.execute({0: thirds()}, {0: torch.zeros(NUMEL)})
+    transport.silent = True
+    with pytest.raises(AffineTransferExecutionError, match='targets are untouched.*brought no rows back'):
+        executor.execute({0: thirds()}, {0: torch.zeros(NUMEL)})
+
+
+def disagree_about_memory(rank):
+    transport = ProcessGroupTransport(world())
+    transport.memory = frozenset(('host', 'device') if rank else ('host', ))
+    return text_of(lambda: across(transport))
+
+
+def test_ranks_whose_messages_would_lie_in_different_memory_are_told():
+    for text in run_ranks(disagree_about_memory, 2):
+        assert 'memory of messages: host on rank 0, device and host on rank 1' in text
+
+
+def test_an_executor_that_failed_keeps_no_buffer():
+    transport = SilentTransport()
+    executor = AffineTransferExecutor(LINE, HERE, dtype=torch.float32, group=transport)
+    target = torch.zeros(NUMEL)
+    with mock.patch.object(Mover, '_start', side_effect=RuntimeError('the copy failed')):
+        with pytest.raises(AffineTransferExecutionError, match='targets are undefined'):
+            executor.execute({0: thirds()}, {0: target})
+    kept = weakref.ref(target)
+    del target
+    gc.collect()
+    assert kept() is None
