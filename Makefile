@@ -20,7 +20,7 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/rlhf_weight_sync/run.py $(ARGS)
 
 test: $(INSTALLED)
-	DS_ACCELERATOR=cpu $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	DS_ACCELERATOR=cpu $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-install: $(INSTALLED)
 	DS_ACCELERATOR=cpu $(BIN)/python -m pytest tests/install $(ARGS)
