@@ -12,8 +12,8 @@ import deepspeed.comm as dist
 from deepspeed.checkpoint.affine import ParamAffineMap, flat_range_map, nest_affine_maps, replicated_map
 from deepspeed.runtime.zero.zero_affine_agreement import DIGEST_BYTES, read_together
 from deepspeed.runtime.zero.zero_affine_parallel import Counterparts, counterparts_of
-from deepspeed.runtime.zero.zero_affine_upstream import (StoredParameter, parameters_of, ranks_of_flats,
-                                                         stored_parameters)
+from deepspeed.runtime.zero.zero_affine_upstream import (StoredParameter, owned_parameters, parameters_of,
+                                                         ranks_of_flats)
 from deepspeed.runtime.zero.zero_affine_upstream_parallel import FlatRule, flat_rules, shape_of
 
 __all__ = [
@@ -107,16 +107,14 @@ def read_layout(engine: Any) -> Layout:
     for one that the module does not name, that does not fit its partitions, or that lies elsewhere than the rule has
     it by which the places of other shards are derived.
     """
-    stored_by_id = {id(stored.parameter): stored for stored in stored_parameters(engine.optimizer)}
+    counterparts = _owned_counterparts(engine)
+    stored_by_id = owned_parameters(engine)
     ranks_by_flat = ranks_of_flats(engine.optimizer)
     members = []
-    for beside in _owned_counterparts(engine):
-        stored = stored_by_id.pop(id(beside.parameter), None)
+    for beside in counterparts:
+        stored = stored_by_id.get(id(beside.parameter))
         if stored is not None:
             members.append(_Member(beside, stored, beside.data_parallel_groups(ranks_by_flat[stored.flat])))
-    if stored_by_id:
-        shapes = [stored.shape for stored in stored_by_id.values()]
-        raise RuntimeError(f'the optimizer owns parameters that engine.module does not name, of shapes {shapes}')
     placements_by_name = _placements(members, flat_rules(engine.optimizer))
     for member in members:
         _check_own(member, placements_by_name[member.counterparts.name][member.own])

@@ -23,8 +23,8 @@ import torch
 import deepspeed.comm as dist
 
 __all__ = [
-    'MASTER_STATE', 'OptimizerStateNotReadyError', 'StoredParameter', 'masters_of', 'parameters_of', 'ranks_of_flats',
-    'read', 'state_tensors', 'stored_parameters'
+    'MASTER_STATE', 'OptimizerStateNotReadyError', 'StoredParameter', 'masters_of', 'owned_parameters',
+    'parameters_of', 'ranks_of_flats', 'ranks_of_group', 'read', 'state_tensors'
 ]
 
 MASTER_STATE = 'fp32'
@@ -74,10 +74,20 @@ class StoredParameter(NamedTuple):
     base: int
 
 
-def stored_parameters(optimizer: Any) -> Iterator[StoredParameter]:
+def _stored_parameters(optimizer: Any) -> Iterator[StoredParameter]:
     if _flattens_groups(optimizer):
         return _stored_in_flat_groups(optimizer, _FLAT_GROUP_ATTRIBUTES[type(optimizer).__name__])
     return _stored_in_own_partitions(optimizer)
+
+
+def owned_parameters(engine: Any) -> Dict[int, StoredParameter]:
+    """What the optimizer keeps of each parameter, by the parameter's id; RuntimeError for one without a name."""
+    stored_by_id = {id(stored.parameter): stored for stored in _stored_parameters(engine.optimizer)}
+    named = set(map(id, engine.module.parameters()))
+    shapes = [stored.shape for key, stored in stored_by_id.items() if key not in named]
+    if shapes:
+        raise RuntimeError(f'the optimizer owns parameters that engine.module does not name, of shapes {shapes}')
+    return stored_by_id
 
 
 def _stored_in_flat_groups(optimizer: Any, attributes: _FlatGroupAttributes) -> Iterator[StoredParameter]:
@@ -124,6 +134,11 @@ def masters_of(optimizer: Any) -> List[torch.Tensor]:
     return list(read(optimizer, attributes.masters if attributes else 'fp32_partitioned_groups_flat'))
 
 
+def ranks_of_group(group: Any) -> Tuple[int, ...]:
+    """The global ranks of a process group, in its order."""
+    return tuple(dist.get_global_rank(group, rank) for rank in range(dist.get_world_size(group=group)))
+
+
 def ranks_of_flats(optimizer: Any) -> List[Tuple[int, ...]]:
     """The global ranks that share each flat, in the order of their partitions."""
     ranks_by_group: Dict[Any, Tuple[int, ...]] = {}
@@ -131,8 +146,7 @@ def ranks_of_flats(optimizer: Any) -> List[Tuple[int, ...]]:
                           'real_dp_process_group' if _flattens_groups(optimizer) else 'sub_group_process_groups')
     for group in process_groups:
         if group not in ranks_by_group:
-            ranks_by_group[group] = tuple(
-                dist.get_global_rank(group, rank) for rank in range(dist.get_world_size(group=group)))
+            ranks_by_group[group] = ranks_of_group(group)
     return [ranks_by_group[group] for group in process_groups]
 
 

@@ -13,30 +13,24 @@ from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 
-import deepspeed.comm as dist
 from deepspeed.checkpoint.constants import AFFINE_MAP, DS_AUTOEP_UC_META, DS_AUTOTP_UC_META
 from deepspeed.module_inject.layers import (DS_TENSOR_MODEL_PARALLEL, Conv_LinearALlreduce, TensorParallel_Layer,
                                             TensorParallelConv2d, conv_LinearLayer)
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
-from deepspeed.runtime.zero.zero_affine_upstream import read
+from deepspeed.runtime.zero.zero_affine_upstream import ranks_of_group, read
 from deepspeed.utils import groups
 
 __all__ = [
     'FlatRule', 'LocalExpert', 'PublishedSplit', 'expert_parallel_ranks', 'flat_rules', 'is_moe_param',
-    'local_experts', 'published_split', 'ranks_of_group', 'shape_of', 'sharded_layers', 'tensor_parallel_ranks'
+    'local_experts', 'published_split', 'shape_of', 'sharded_layers', 'tensor_parallel_ranks'
 ]
 
 
 def shape_of(parameter: torch.nn.Parameter) -> Tuple[int, ...]:
     """The shape of what this rank and those that partition the parameter with it hold together."""
     return tuple(read(parameter, 'ds_shape') if is_zero_param(parameter) else parameter.shape)
-
-
-def ranks_of_group(group: Any) -> Tuple[int, ...]:
-    """The global ranks of a process group, in its order."""
-    return tuple(dist.get_global_rank(group, rank) for rank in range(dist.get_world_size(group=group)))
 
 
 def tensor_parallel_ranks() -> Tuple[int, ...]:

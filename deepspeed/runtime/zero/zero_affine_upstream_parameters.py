@@ -15,8 +15,8 @@ import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, is_zero_param
-from deepspeed.runtime.zero.zero_affine_upstream import read, stored_parameters
-from deepspeed.runtime.zero.zero_affine_upstream_parallel import is_moe_param, ranks_of_group, shape_of
+from deepspeed.runtime.zero.zero_affine_upstream import owned_parameters, ranks_of_group, read
+from deepspeed.runtime.zero.zero_affine_upstream_parallel import is_moe_param, shape_of
 from deepspeed.utils import groups
 
 __all__ = [
@@ -128,19 +128,17 @@ def obstacle_to_update(engine: Any) -> Optional[str]:
 
 def _change_after_initialize(engine: Any) -> Optional[str]:
     """What was made of the model so that it computes with weights that no master or partition reaches, if anything."""
-    named = dict(engine.module.named_parameters())
     if engine.zero_optimization_stage() == 3:
         strange = [
-            _not_partitioned(name, parameter) for name, parameter in named.items() if not is_zero_param(parameter)
+            _not_partitioned(name, parameter) for name, parameter in engine.module.named_parameters()
+            if not is_zero_param(parameter)
         ]
         return '; '.join(strange) or None
     try:
-        owned = list(stored_parameters(engine.optimizer))
+        owned_parameters(engine)
     except RuntimeError as error:
         return str(error)
-    known = {id(parameter) for parameter in named.values()}
-    shapes = [stored.shape for stored in owned if id(stored.parameter) not in known]
-    return f'the optimizer owns parameters that engine.module does not name, of shapes {shapes}' if shapes else None
+    return None
 
 
 def update_lp_parameters(engine: Any) -> None:

@@ -45,6 +45,14 @@ class TinyModel(torch.nn.Module):
         return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
+class TrainedModel(TinyModel):
+    """Nothing is frozen: DeepSpeed cannot offload the low-precision weights of stage 3 otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen.requires_grad_(True)
+
+
 class EvenModel(torch.nn.Module):
     """Every parameter has a multiple of 12 elements: DeepSpeed's ``safe_set_full_*`` cannot write uneven ones."""
 

@@ -14,21 +14,13 @@ import pytest
 import torch
 from unit.ops import use_compiled_ops
 from unit.ranks import rank_folder
-from unit.runtime.zero.engines import (TinyModel, arrays_of, assemble, build_engine, config_of, full_reference,
+from unit.runtime.zero.engines import (TrainedModel, arrays_of, assemble, build_engine, config_of, full_reference,
                                        observed, own_flats, own_states, start_deepspeed, train)
 
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.zero_affine import OptimizerStateNotReadyError
 
 ADAM_STATES = ('fp32', 'exp_avg', 'exp_avg_sq')
-
-
-class TrainedModel(TinyModel):
-    """Nothing is frozen: DeepSpeed cannot offload the low-precision weights of stage 3 otherwise."""
-
-    def __init__(self):
-        super().__init__()
-        self.frozen.requires_grad_(True)
 
 
 def arrays_of_states(engine, states=ADAM_STATES):

@@ -10,9 +10,9 @@ import itertools
 import numpy
 import pytest
 import torch
-from unit.runtime.zero.engines import (TinyModel, arrays_of, build_engine, config_of, element_order, gathered,
-                                       losses_of, observed, partitioned, plain_maps, start_deepspeed, three_groups,
-                                       train, write_full)
+from unit.runtime.zero.engines import (TinyModel, TrainedModel, arrays_of, build_engine, config_of, element_order,
+                                       gathered, losses_of, observed, partitioned, plain_maps, start_deepspeed,
+                                       three_groups, train, write_full)
 
 VOCABULARY = 13
 WORLD_SIZES = (1, 2, 3)
@@ -159,13 +159,6 @@ def observe_offloaded(stage, pinned):
     seen['after'], seen['reference after'] = arrays_of(engine.parameter_storage()), gathered(engine)
     engine.destroy()
     return seen
-
-
-class TrainedModel(TinyModel):
-
-    def __init__(self):
-        super().__init__()
-        self.frozen.requires_grad_(True)
 
 
 each_offloading = pytest.mark.parametrize('stage, pinned', OFFLOADINGS)
