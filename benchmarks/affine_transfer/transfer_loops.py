@@ -14,7 +14,7 @@ from typing import Iterator, List, NamedTuple, Sequence, Tuple
 
 import torch
 
-from transfer_methods import Message, Method, exchange, plans_of, processes_of
+from transfer_methods import Message, Method, exchange, plans_of, processes_of, window
 
 MIB = 1 << 20
 
@@ -59,8 +59,8 @@ class HandWritten(Method):
         super().__init__(participant)
         rank = participant.rank
         boxes_by_pair = self._boxes_by_pair()
-        self._local = [(_window(participant.targets, box.name, box.shape,
-                                *box.target), _window(participant.sources, box.name, box.shape, *box.source))
+        self._local = [(window(participant.targets[box.name], box.shape,
+                               *box.target), window(participant.sources[box.name], box.shape, *box.source))
                        for box in boxes_by_pair.pop((rank, rank), [])]
         self._sends = {
             target: self._messages(boxes, participant.sources, 'source')
@@ -95,7 +95,7 @@ class HandWritten(Method):
         slots = torch.empty((self.in_flight, max(sum(box.numel for box in group) for group in groups)), dtype=dtype)
         messages = []
         for group, slot in zip(groups, itertools.cycle(slots)):
-            views = [_window(buffers, box.name, box.shape, *getattr(box, end)) for box in group]
+            views = [window(buffers[box.name], box.shape, *getattr(box, end)) for box in group]
             if self._is_straight(group[0]) and views[0].is_contiguous() and views[0].dtype == dtype:
                 messages.append(Message(views[0]))
                 continue
@@ -121,11 +121,6 @@ class HandWritten(Method):
     def _is_straight(self, box: Box) -> bool:
         is_long = box.numel * self.participant.job.dtype.itemsize >= self.straight_bytes
         return is_long and _is_run(box.shape, box.target[1])
-
-
-def _window(buffers, name: str, shape, offset: int, strides) -> torch.Tensor:
-    buffer = buffers[name]
-    return buffer.as_strided(shape, strides, buffer.storage_offset() + offset)
 
 
 def _is_run(shape, strides) -> bool:

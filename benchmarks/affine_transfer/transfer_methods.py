@@ -203,6 +203,11 @@ class Bare(Method):
             int((part != _pattern(part.numel(), peer, part.dtype)).sum()) for peer, part in self._incoming.items())
 
 
+def window(buffer: torch.Tensor, shape, offset: int, strides) -> torch.Tensor:
+    """A box of a buffer, ``offset`` elements from its first one."""
+    return buffer.as_strided(shape, strides, buffer.storage_offset() + offset)
+
+
 def _pattern(numel: int, process: int, dtype: torch.dtype) -> torch.Tensor:
     """What ``process`` sends; bf16 holds these numbers exactly."""
     return torch.arange(process, process + numel, dtype=torch.int32).remainder_(251).to(dtype)

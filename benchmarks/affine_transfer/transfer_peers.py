@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from deepspeed.utils import safe_get_full_fp32_param
 
 from transfer_jobs import TRAINERS, Region
-from transfer_methods import Method, MethodMissing, plans_of, processes_of
+from transfer_methods import Method, MethodMissing, plans_of, processes_of, window
 
 SHARED_MEMORY = Path('/dev/shm')
 
@@ -154,11 +154,11 @@ class Megatron(Method):
                 source, target = processes_of(participant, segment)
                 task = len(sends) + len(receives)
                 if source == rank:
-                    view = _window(self._converted[name], segment.shape, segment.source_offset, segment.source_strides)
+                    view = window(self._converted[name], segment.shape, segment.source_offset, segment.source_strides)
                     sends.append(megatron.operation(self._modules[0], view, target, task, is_send=True))
                 if target == rank:
-                    view = _window(participant.targets[name], segment.shape, segment.target_offset,
-                                   segment.target_strides)
+                    view = window(participant.targets[name], segment.shape, segment.target_offset,
+                                  segment.target_strides)
                     receives.append(megatron.operation(self._modules[1], view, source, task, is_send=False))
         self._execute = megatron.executor(sends, receives)
 
@@ -173,10 +173,6 @@ class MegatronOfConverted(Megatron):
     """The same from a converted copy of the masters, made beforehand and kept."""
     name = 'Megatron-Core, conversion not counted'
     converts = False
-
-
-def _window(buffer: torch.Tensor, shape, offset: int, strides) -> torch.Tensor:
-    return buffer.as_strided(shape, strides, buffer.storage_offset() + offset)
 
 
 class _Megatron:
