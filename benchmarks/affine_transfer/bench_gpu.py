@@ -29,6 +29,9 @@ from models import llama_of, parameter_shapes
 from report import Row, machine, print_table, quartiles, write_json
 from transfer_jobs import TRAINERS, WeightSync
 
+# By parameter and location.
+Shards = Dict[str, Dict[int, torch.Tensor]]
+
 GIB = 2**30
 # What the memory of sources and targets is: host memory of either kind, or the accelerator's.
 MEMORIES = ('pinned', 'pageable', 'device')
@@ -41,11 +44,16 @@ class Masters:
 
     def __init__(self, shapes):
         self.job = WeightSync(shapes)
+        self.sources = self._shards(self.job.master)
+        self.expected = self._shards(self.target)
+
+    def _shards(self, shard: Callable[[str, int], torch.Tensor]) -> Shards:
+        return {name: {location: shard(name, location) for location in range(TRAINERS)} for name in self.job.shapes}
 
     def target_maps(self):
         return zero_maps(self.job.shapes, TRAINERS)
 
-    def expected(self, name, location):
+    def target(self, name, location):
         return self.job.master(name, location)
 
 
@@ -57,7 +65,7 @@ class Rollout(Masters):
     def target_maps(self):
         return self.job.target_maps()
 
-    def expected(self, name, location):
+    def target(self, name, location):
         full = self.job.values(name, 0, math.prod(self.job.shapes[name]))
         return self.job.target_region(name, location).of(full).to(self.dtype)
 
@@ -66,32 +74,13 @@ class Transfer:
     """A layout's buffers in one kind of memory per side, both trainers' and both targets' in this process."""
 
     def __init__(self, layout: Masters, source_memory: str, target_memory: str, device: torch.device):
-        locations = range(TRAINERS)
-        names = layout.job.shapes
-        self._sources = {
-            name: {
-                location: placed(layout.job.master(name, location), source_memory, device)
-                for location in locations
-            }
-            for name in names
-        }
-        self._expected = {
-            name: {
-                location: layout.expected(name, location)
-                for location in locations
-            }
-            for name in names
-        }
-        self._targets = {
-            name: {
-                location: placed(shard, target_memory, device)
-                for location, shard in shards.items()
-            }
-            for name, shards in self._expected.items()
-        }
+        self._sources = all_placed(layout.sources, source_memory, device)
+        self._targets = all_placed(layout.expected, target_memory, device)
+        self._expected = layout.expected
         self.moved_bytes = sum(shard.nbytes for shards in self._expected.values() for shard in shards.values())
-        here = dict.fromkeys(locations, 0)
-        self._executor = AffineTransferExecutor(plan_model(layout.target_maps(), zero_maps(names, TRAINERS)),
+        here = dict.fromkeys(range(TRAINERS), 0)
+        plans = plan_model(layout.target_maps(), zero_maps(layout.job.shapes, TRAINERS))
+        self._executor = AffineTransferExecutor(plans,
                                                 TransferEndpoints(source=here, target=here),
                                                 source_dtype=torch.float32,
                                                 dtype=layout.dtype)
@@ -115,6 +104,16 @@ def placed(tensor: torch.Tensor, memory: str, device: torch.device) -> torch.Ten
     if memory == 'device':
         return tensor.to(device, copy=True)
     return get_accelerator().pin_memory(tensor.clone()) if memory == 'pinned' else tensor.clone()
+
+
+def all_placed(shards_by_name: Shards, memory: str, device: torch.device) -> Shards:
+    return {
+        name: {
+            location: placed(shard, memory, device)
+            for location, shard in shards.items()
+        }
+        for name, shards in shards_by_name.items()
+    }
 
 
 def bare_copy(moved_bytes: int, source_memory: str, target_memory: str, device: torch.device) -> Callable[[], object]:
@@ -165,7 +164,7 @@ def measure(layout: Masters, source_memory: str, target_memory: str, device: tor
 def measure_all(shapes: Mapping[str, tuple], device: torch.device, repeats: int) -> List[Row]:
     """A row per layout and pair of memories, except where both are host memory."""
     return [
-        measure(layout(shapes), source, target, device, repeats) for layout in (Masters, Rollout)
+        measure(layout, source, target, device, repeats) for layout in (Masters(shapes), Rollout(shapes))
         for source in MEMORIES for target in MEMORIES if 'device' in (source, target)
     ]
 

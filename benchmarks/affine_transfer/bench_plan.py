@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
 from deepspeed.checkpoint.affine import contiguous_split_map
 from deepspeed.checkpoint.affine_transfer import SpreadReplicas, TransferPlan, plan_model, plan_transfer
@@ -28,7 +28,7 @@ from layouts import (replicated_maps, rollout_maps, split_sizes, zero_in_tensor_
 from memory import MemoryGrowth
 from models import parameter_shapes
 from peers import Upstream, UpstreamMissing, sources_of_elements
-from report import Row, growth_exponent, machine, print_table, quartiles, sorting_ms, timed_ms, write_json
+from report import Row, growth_exponent, machine, print_table, quartiles, sorting_ms, target_row, timed_ms, write_json
 
 SPLIT_SHAPE = (4096, 4096)
 # The largest matrix of a layer of Llama-3.1-405B.
@@ -320,29 +320,24 @@ CASES = {
 }
 
 
-def targets(tables: Mapping[str, List[Row]]) -> List[Row]:
+def targets(tables: Mapping[str, List[Row]]) -> Iterator[Row]:
     """What was aimed at, for the full sizes, and what was reached."""
-    rows = []
-
-    def add(what, reached, at_least=None, at_most=None):
-        met = reached >= at_least if at_most is None else reached <= at_most
-        rows.append({'target': what, 'at_least': at_least, 'at_most': at_most, 'reached': reached, 'met': met})
-
     for row in tables.get('row-to-row', [])[-1:]:
         if row['ratio'] is not None:
-            add(f'row-to-row, {row["shards"]} shards: times faster than upstream', row['ratio'], at_least=1000)
+            yield target_row(f'row-to-row, {row["shards"]} shards: times faster than upstream',
+                             row['ratio'],
+                             at_least=1000)
     for row in tables.get('growth', []):
-        add(f'{row["case"]}: exponent of {row["time"]}', row['exponent'], at_most=1.15)
+        yield target_row(f'{row["case"]}: exponent of {row["time"]}', row['exponent'], at_most=1.15)
     for row in tables.get('check', []):
-        add(f'check of a map of {row["ranks"]} ranks: ms', row['check_ms'], at_most=50)
+        yield target_row(f'check of a map of {row["ranks"]} ranks: ms', row['check_ms'], at_most=50)
     for row in tables.get('model', []):
         if row['model'] == 'Llama-3.1-405B':
-            add(f'{row["model"]}, {row["rank"]}: ms', row['total_ms'], at_most=1000)
-            add(f'{row["model"]}, {row["rank"]}: MB of growth', row['growth_mb'], at_most=200)
+            yield target_row(f'{row["model"]}, {row["rank"]}: ms', row['total_ms'], at_most=1000)
+            yield target_row(f'{row["model"]}, {row["rank"]}: MB of growth', row['growth_mb'], at_most=200)
     for row in tables.get('replicas', [])[-1:]:
-        add('most bytes sent, to the best possible', row['sent_to_best'], at_most=1.05)
-        add('most bytes received, to the best possible', row['received_to_best'], at_most=1.05)
-    return rows
+        yield target_row('most bytes sent, to the best possible', row['sent_to_best'], at_most=1.05)
+        yield target_row('most bytes received, to the best possible', row['received_to_best'], at_most=1.05)
 
 
 def parse_arguments(arguments: Optional[List[str]]) -> argparse.Namespace:
@@ -378,7 +373,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
         tables[case] = CASES[case](run)
         print_table(f'{case}: {CASES[case].__doc__.splitlines()[0]}', tables[case])
     for summary in (growth, targets):
-        rows = summary(tables)
+        rows = list(summary(tables))
         if rows and not options.quick:
             tables[summary.__name__] = rows
             print_table(f'{summary.__name__}: {summary.__doc__}', rows)

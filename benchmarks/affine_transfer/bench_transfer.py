@@ -12,6 +12,7 @@ README.md beside this file says what the columns mean.
 """
 
 import argparse
+import collections
 import gc
 import logging
 import math
@@ -20,29 +21,45 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Type
+from typing import Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Type
 
 from meeting import Meeting, run_processes
 from memory import MemoryGrowth
 from models import llama_of, parameter_shapes
-from report import Row, machine, print_table, quartiles, write_json
+from report import Row, machine, print_table, quartiles, target_row, write_json
 from transfer_jobs import JOBS, Participant
 from transfer_loops import LOOPS
-from transfer_methods import (BYTES_PER_PEER, BareMessages, BareWhole, FirstCall, LaterCalls, Memcpy, Method,
+from transfer_methods import (BYTES_PER_PEER, BareMessages, BareWhole, Convert, FirstCall, LaterCalls, Memcpy, Method,
                               MethodMissing, peers_of)
 from transfer_peers import Checkpoint, Gather, Megatron, MegatronOfConverted
 
+Methods = Sequence[Type[Method]]
+
+OURS = (LaterCalls, FirstCall)
 BARE = (BareMessages, BareWhole)
-METHODS: Tuple[Type[Method],
-               ...] = (LaterCalls, FirstCall, *BARE, Memcpy, *LOOPS, Gather, Checkpoint, Megatron, MegatronOfConverted)
+PEERS = (Gather, Checkpoint, Megatron)
+METHODS = (*OURS, *BARE, Memcpy, Convert, *LOOPS, *PEERS, MegatronOfConverted)
 GIB = 2**30
+
+# Jobs, with whom later calls are compared there, and how many times as fast as the fastest of these they are to be.
+SPEED_TARGETS: Sequence[Tuple[Sequence[str], Methods, float]] = (
+    (['weight-sync'], LOOPS, 0.95),
+    (['resize'], BARE, 0.9),
+    (list(JOBS), [Gather], 3),
+    (list(JOBS), [Checkpoint], 3),
+    (list(JOBS), [Megatron], 1.3),
+)
 
 
 class Measured(NamedTuple):
-    """What the processes of a job found out about one method; the worst of them where they differ."""
+    """What the processes of a job found out about one method; the worst of them where they differ.
+
+    For each round ``seconds`` has how long the last process took, ``cpu_seconds`` what all took together.
+    """
     name: str
     seconds: List[float]
-    wrong_elements: int
+    cpu_seconds: List[float]
+    correct: bool
     extra_mb: float
     file_mb: float
 
@@ -50,16 +67,15 @@ class Measured(NamedTuple):
 class Outcome(NamedTuple):
     """What the processes of a job found out.
 
-    ``missing`` says why a method did not run. ``staging_bytes`` and ``segments`` are the greatest that a process's
-    executor reports, ``peers`` the most that one sends to and receives from, together.
+    ``missing`` says why a method did not run. ``staging_mb`` is the most that a process's executor reports of its
+    later calls, ``bound_mb`` the most that it states beforehand for one of these processes.
     """
     methods: List[Measured]
     missing: Dict[str, str]
     moved_bytes: int
-    segments: int
-    staging_bytes: int
-    peers: int
-    changed_masters: int
+    staging_mb: float
+    bound_mb: float
+    has_kept_masters: bool
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -67,12 +83,14 @@ class Outcome(NamedTuple):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def measure_job(meeting: Meeting, name: str, shapes: Mapping[str, Tuple[int, ...]], methods: Sequence[Type[Method]],
-                repeats: int, corrupt: Sequence[str]) -> Outcome:
+def measure_job(meeting: Meeting, name: str, shapes: Mapping[str, Tuple[int, ...]], methods: Methods, repeats: int,
+                corrupt: Sequence[str]) -> Outcome:
     """Do one job by every method, ``repeats`` times in turn. Called by all processes of the job."""
     logging.getLogger('DeepSpeed').setLevel(logging.ERROR)
     warnings.filterwarnings('ignore', category=FutureWarning, module='torch.distributed')
     participant = Participant(JOBS[name](shapes), meeting)
+    # Also plans the job: the first to do so reads in library code, which no method is charged for.
+    bound_mb = meeting.maximum(peers_of(participant)) * BYTES_PER_PEER / 1e6
     # Else every collection of garbage would look through all that is imported.
     gc.freeze()
     trials, missing = [], {}
@@ -82,23 +100,19 @@ def measure_job(meeting: Meeting, name: str, shapes: Mapping[str, Tuple[int, ...
             trials.append(Trial(method, participant, spoils=method.name in corrupt))
         except MethodMissing as error:
             missing[method.name] = str(error)
-    for repeat in range(repeats):
-        # Another method each time follows one that leaves the caches full of its own.
-        turn = repeat % len(trials)
-        for trial in trials[turn:] + trials[:turn]:
+    turns = collections.deque(trials)
+    for _ in range(repeats):
+        for trial in turns:
             trial.repeat()
-    stats = [trial.method.stats for trial in trials if isinstance(trial.method, LaterCalls)]
+        # A method leaves the caches full of its own: let another one come first, and last.
+        turns.rotate(-1)
+    staging_bytes = [trial.method.staging_bytes for trial in trials if isinstance(trial.method, LaterCalls)]
     return Outcome([trial.measured() for trial in trials],
                    missing,
                    moved_bytes=sum(map(math.prod, shapes.values())) * participant.job.dtype.itemsize,
-                   segments=_greatest(meeting, [stat.segments for stat in stats]),
-                   staging_bytes=_greatest(meeting, [stat.peak_host_staging_bytes for stat in stats]),
-                   peers=_greatest(meeting, [peers_of(participant)]),
-                   changed_masters=_greatest(meeting, [len(participant.changed_masters())]))
-
-
-def _greatest(meeting: Meeting, values: Sequence[int]) -> int:
-    return int(meeting.maximum(max(values, default=0)))
+                   staging_mb=meeting.maximum(max(staging_bytes, default=0)) / 1e6,
+                   bound_mb=bound_mb,
+                   has_kept_masters=meeting.maximum(len(participant.changed_masters())) == 0)
 
 
 class Trial:
@@ -108,7 +122,8 @@ class Trial:
         """Makes the method and runs it once, watching this process's memory instead of the clock."""
         self._participant, self._spoils = participant, spoils
         self._seconds: List[float] = []
-        self._wrong_elements = 0
+        self._cpu_seconds: List[float] = []
+        self._correct = True
         participant.spoil_targets()
         participant.meeting.barrier()
         growth = MemoryGrowth()
@@ -120,22 +135,25 @@ class Trial:
 
     def repeat(self) -> None:
         self.method.reset()
-        self._participant.meeting.barrier()
-        begin = time.perf_counter()
+        meeting = self._participant.meeting
+        meeting.barrier()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
         self.method.run()
+        seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
         # The transfer is done when it is for the last process.
-        self._seconds.append(self._participant.meeting.maximum(time.perf_counter() - begin))
+        self._seconds.append(meeting.maximum(seconds))
+        self._cpu_seconds.append(meeting.total(cpu_seconds))
         self._check()
 
     def _check(self) -> None:
-        if self._spoils and self._participant.rank == self._participant.job.processes - 1:
-            self._participant.flat_target[-1] += 1
-        wrong = self.method.wrong_elements()
-        self._wrong_elements += _greatest(self._participant.meeting, [wrong])
+        if self._spoils:
+            self.method.spoil()
+        if self._participant.meeting.maximum(self.method.wrong_elements()) > 0:
+            self._correct = False
 
     def measured(self) -> Measured:
         maximum = self._participant.meeting.maximum
-        return Measured(self.method.name, self._seconds, self._wrong_elements, maximum(self._extra_mb),
+        return Measured(self.method.name, self._seconds, self._cpu_seconds, self._correct, maximum(self._extra_mb),
                         maximum(self._file_mb))
 
 
@@ -154,65 +172,60 @@ def rows_of(outcome: Outcome) -> List[Row]:
             'method': method.name,
             'ms': 1000 * statistics.median(method.seconds),
             'GiB_per_s': outcome.moved_bytes / GIB / statistics.median(method.seconds),
-            'to_bare': bare and speed_ratio(method, bare),
-            'to_loop': loop and speed_ratio(method, loop),
+            'to_bare': bare and speed_ratio(method.seconds, bare.seconds),
+            'to_loop': loop and speed_ratio(method.seconds, loop.seconds),
+            'cores': statistics.median(cpu / own for cpu, own in zip(method.cpu_seconds, method.seconds)),
             'extra_mb': method.extra_mb,
             'file_mb': method.file_mb,
-            'correct': method.wrong_elements == 0,
+            'correct': method.correct,
             'runs': len(method.seconds),
             'ms_quartiles': quartiles([1000 * seconds for seconds in method.seconds])
         })
     return rows
 
 
-def fastest(outcome: Outcome, methods: Sequence[Type[Method]]) -> Optional[Measured]:
+def fastest(outcome: Outcome, methods: Methods) -> Optional[Measured]:
     names = [method.name for method in methods]
     candidates = [measured for measured in outcome.methods if measured.name in names]
     return min(candidates, key=lambda measured: statistics.median(measured.seconds), default=None)
 
 
-def speed_ratio(method: Measured, other: Measured) -> float:
-    """How many times as fast as ``other`` a method is."""
-    return statistics.median(theirs / own for own, theirs in zip(method.seconds, other.seconds))
+def speed_ratio(seconds: Sequence[float], others_seconds: Sequence[float]) -> float:
+    """How many times as fast as another method one is, given what each round took."""
+    return statistics.median(theirs / own for own, theirs in zip(seconds, others_seconds))
 
 
-def targets_of(outcomes: Mapping[str, Outcome]) -> List[Row]:
-    """What was aimed at, and what was reached."""
-    rows = []
-
-    def add(job, what, others, at_least):
-        ours, other = fastest(outcomes[job], [LaterCalls]), fastest(outcomes[job], others)
-        if ours and other:
-            reached = speed_ratio(ours, other)
-            rows.append({
-                'target': f'{job}, later calls, {what}: {other.name}',
-                'at_least': at_least,
-                'at_most': None,
-                'reached': reached,
-                'met': reached >= at_least
-            })
-
+def targets_of(outcomes: Mapping[str, Outcome]) -> Iterator[Row]:
+    """What was aimed at, what was reached, and figures to compare that with."""
     for job, outcome in outcomes.items():
-        if job == 'resize':
-            add(job, 'speed to bare', BARE, 0.9)
-        add(job, 'speed to the best loop', LOOPS, 0.95)
-        add(job, 'times as fast as', [Gather], 3)
-        add(job, 'times as fast as', [Checkpoint], 3)
-        add(job, 'times as fast as', [Megatron], 1.3)
-        if outcome.staging_bytes:
-            bound_mb = outcome.peers * BYTES_PER_PEER / 1e6
-            growths = {'staging of later calls': outcome.staging_bytes / 1e6}
-            growths.update((f'growth of a process by {method.name}', method.extra_mb) for method in outcome.methods
-                           if method.name == FirstCall.name)
-            for what, reached in growths.items():
-                rows.append({
-                    'target': f'{job}: {what}, MB',
-                    'at_least': None,
-                    'at_most': bound_mb,
-                    'reached': reached,
-                    'met': reached <= bound_mb
-                })
-    return rows
+        yield from speed_targets(job, outcome)
+        yield from memory_targets(job, outcome)
+
+
+def speed_targets(job: str, outcome: Outcome) -> Iterator[Row]:
+    ours = fastest(outcome, [LaterCalls])
+    for jobs, others, at_least in SPEED_TARGETS:
+        other = fastest(outcome, others)
+        if job in jobs and ours and other:
+            yield target_row(f'{job}: later calls, times as fast as: {other.name}',
+                             speed_ratio(ours.seconds, other.seconds),
+                             at_least=at_least)
+    bare, convert, checkpoint = (fastest(outcome, methods) for methods in (BARE, [Convert], [Checkpoint]))
+    if bare and convert and checkpoint:
+        one_after_the_other = list(map(sum, zip(bare.seconds, convert.seconds)))
+        yield target_row(f'{job}: bare and converting alone, one after the other, times as fast as: {checkpoint.name}',
+                         speed_ratio(one_after_the_other, checkpoint.seconds))
+
+
+def memory_targets(job: str, outcome: Outcome) -> Iterator[Row]:
+    ours, others = ({method.name for method in methods} for methods in (OURS, PEERS))
+    if fastest(outcome, [LaterCalls]):
+        yield target_row(f'{job}: staging of later calls, MB', outcome.staging_mb, at_most=outcome.bound_mb)
+    for method in outcome.methods:
+        if method.name in ours | others:
+            yield target_row(f'{job}: extra memory of a process, MB: {method.name}',
+                             method.extra_mb,
+                             at_most=outcome.bound_mb if method.name in ours else None)
 
 
 def parse_arguments(arguments: Optional[List[str]]) -> argparse.Namespace:
@@ -253,14 +266,13 @@ def main(arguments: Optional[List[str]] = None) -> int:
         tables[name] = rows_of(outcome)
         print_table(f'{name}: {JOBS[name].title}, {outcome.moved_bytes / GIB:.3g} GiB in {len(shapes)} tensors',
                     tables[name])
-    tables['targets'] = targets_of(outcomes)
-    if tables['targets']:
-        print_table(f'targets: {targets_of.__doc__}', tables['targets'])
+    tables['targets'] = list(targets_of(outcomes))
+    print_table(f'targets: {targets_of.__doc__}', tables['targets'])
     if options.json:
         write_json(options.json, tables, {name: value for name, value in vars(options).items() if name != 'json'})
-    wrong = any(method.wrong_elements for outcome in outcomes.values() for method in outcome.methods)
-    changed = any(outcome.changed_masters for outcome in outcomes.values())
-    return 1 if wrong or changed else 0
+    right = all(method.correct for outcome in outcomes.values() for method in outcome.methods)
+    kept = all(outcome.has_kept_masters for outcome in outcomes.values())
+    return 0 if right and kept else 1
 
 
 if __name__ == '__main__':

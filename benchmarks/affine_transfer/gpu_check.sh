@@ -13,7 +13,18 @@ results=$(realpath -m "${2:-$(dirname "$0")/results}")
 python=${PYTHON:-python3}
 cd "$(dirname "$0")/../.."
 
-"$python" - <<'END'
+# SECONDS COMMAND ...: the command, ended when it takes longer. The steps below sum up to less than 6 minutes.
+within() {
+    local status=0
+    timeout --kill-after=1 "$@" || status=$?
+    # 137: it had to be killed.
+    if [ "$status" -eq 124 ] || [ "$status" -eq 137 ]; then
+        echo "gpu_check.sh: ended after $1 s: ${*:2}" >&2
+    fi
+    return "$status"
+}
+
+within 40 "$python" - <<'END'
 import sys
 try:
     import torch
@@ -27,16 +38,16 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 site=$scratch/site
 install=("$python" -m pip install --quiet --upgrade --no-index --no-deps --no-build-isolation --target "$site")
-compgen -G "$wheels/*.whl" > /dev/null && "${install[@]}" "$wheels"/*.whl
+compgen -G "$wheels/*.whl" > /dev/null && within 20 "${install[@]}" "$wheels"/*.whl
 # Building writes into the tree it builds.
 mkdir "$scratch/fork"
 cp -r deepspeed requirements setup.py setup.cfg pyproject.toml README.md LICENSE MANIFEST.in "$scratch/fork"
 sdist=$(ls "$wheels"/deepspeed-*.tar.gz)
-DS_UPSTREAM=$sdist PYTHONPATH=$site "${install[@]}" "$scratch/fork"
+DS_UPSTREAM=$sdist PYTHONPATH=$site within 40 "${install[@]}" "$scratch/fork"
 
 export PYTHONPATH=$site DS_ACCELERATOR=cuda PYTHONDONTWRITEBYTECODE=1
 status=0
-timeout 200 "$python" -m pytest -q -p no:cacheprovider tests/unit/checkpoint/test_affine_transfer_executor_gpu.py ||
+within 130 "$python" -m pytest -q -p no:cacheprovider tests/unit/checkpoint/test_affine_transfer_executor_gpu.py ||
     status=$?
-timeout 110 "$python" benchmarks/affine_transfer/bench_gpu.py --json "$results/gpu.json" || status=$?
+within 120 "$python" benchmarks/affine_transfer/bench_gpu.py --json "$results/gpu.json" || status=$?
 exit "$status"

@@ -93,8 +93,15 @@ class Meeting:
 
     def maximum(self, value: float) -> float:
         """The greatest of the values that all processes call this with."""
+        return self._reduced(value, torch_dist.ReduceOp.MAX)
+
+    def total(self, value: float) -> float:
+        """The sum of the values that all processes call this with."""
+        return self._reduced(value, torch_dist.ReduceOp.SUM)
+
+    def _reduced(self, value: float, operation) -> float:
         values = torch.tensor([value], dtype=torch.float64)
-        self.group.allreduce([values], torch_dist.ReduceOp.MAX).wait()
+        self.group.allreduce([values], operation).wait()
         return values.item()
 
     def barrier(self) -> None:

@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -76,8 +76,18 @@ def _commit() -> str:
         return ''
 
 
+def target_row(what: str, reached: float, at_least: Optional[float] = None, at_most: Optional[float] = None) -> Row:
+    """What was aimed at beside what was reached; without an aim, a figure to compare others with."""
+    met = None
+    if at_least is not None or at_most is not None:
+        met = (at_least is None or reached >= at_least) and (at_most is None or reached <= at_most)
+    return {'target': what, 'at_least': at_least, 'at_most': at_most, 'reached': reached, 'met': met}
+
+
 def print_table(title: str, rows: Sequence[Row]) -> None:
-    """Columns are the keys of the first row whose values are not lists."""
+    """Columns are the keys of the first row whose values are not lists. Without rows nothing is printed."""
+    if not rows:
+        return
     names = [name for name, value in rows[0].items() if not isinstance(value, list)]
     cells = [names] + [[_text(row[name]) for name in names] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells)]

@@ -54,6 +54,11 @@ class Job(ABC):
     def __init__(self, shapes: Mapping[str, Shape]):
         self.shapes = dict(shapes)
 
+    @property
+    def converts(self) -> bool:
+        """Whether values change their dtype on the way."""
+        return self.dtype != torch.float32
+
     @abstractmethod
     def target_maps(self) -> Dict[str, ParamAffineMap]:
         """What every target location is to hold."""
@@ -207,8 +212,7 @@ class Participant:
 
     def wrong_elements(self) -> int:
         """How many elements of this process's targets are not what they are to be, bit by bit."""
-        bits = _BITS_BY_ITEMSIZE[self.job.dtype.itemsize]
-        return int((self.flat_target.view(bits) != self._expected.view(bits)).sum())
+        return differing_elements(self.flat_target, self._expected)
 
     def changed_masters(self) -> List[str]:
         """The parameters whose masters this process no longer holds as they were."""
@@ -216,6 +220,12 @@ class Participant:
             name for name, master in self.sources.items()
             if not torch.equal(master, self.job.master(name, self.source))
         ]
+
+
+def differing_elements(tensor: torch.Tensor, other: torch.Tensor) -> int:
+    """How many elements of two tensors of one dtype differ, bit by bit."""
+    bits = _BITS_BY_ITEMSIZE[tensor.dtype.itemsize]
+    return int((tensor.view(bits) != other.view(bits)).sum())
 
 
 def _told_by_trainer_0(meeting: Meeting, maps) -> Dict[str, ParamAffineMap]:

@@ -2,18 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""Ways to do a job of the transfer benchmark: what all have in common, ours, and the bare movement of its bytes."""
+"""Ways to do a job of the transfer benchmark: what all have in common, ours, and parts of the work on their own."""
 
 import functools
+import itertools
 from collections import Counter
-from typing import Dict, List, Mapping, NamedTuple, Sequence, Tuple
+from typing import Dict, Iterable, Iterator, List, Mapping, NamedTuple, Sequence, Tuple
 
 import torch
 
 from deepspeed.checkpoint.affine_transfer import TransferPlan, plan_model
 from deepspeed.checkpoint.affine_transfer_executor import AffineTransferExecutor, StagingBudget, TransferEndpoints
 
-from transfer_jobs import TRAINERS, Participant
+from transfer_jobs import TRAINERS, Job, Participant, differing_elements
 
 BYTES_PER_PEER = StagingBudget().bytes_per_peer
 
@@ -25,8 +26,8 @@ class MethodMissing(Exception):
 class Method:
     """One way to do a job. Every process makes its own and calls each function when all others do.
 
-    A constructor does what is done once before many transfers. ``run`` is what is timed. ``reset`` makes the outcome
-    of the run before it wrong, ``wrong_elements`` counts what is wrong.
+    A constructor does what is done once before many transfers. ``run`` is what is timed. ``reset`` makes the whole
+    outcome of the run before it wrong, ``spoil`` one element of it, ``wrong_elements`` counts what is wrong.
     """
     name: str
 
@@ -43,12 +44,22 @@ class Method:
     def reset(self) -> None:
         self.participant.spoil_targets()
 
+    def spoil(self) -> None:
+        if self.participant.rank == self.participant.job.processes - 1:
+            self.participant.flat_target[-1] += 1
+
     def wrong_elements(self) -> int:
         return self.participant.wrong_elements()
 
     def file_bytes(self) -> int:
         """What this process keeps in files that lie in memory."""
         return 0
+
+
+def require_conversion(job: Job) -> None:
+    """Raises MethodMissing for a job whose values keep their dtype."""
+    if not job.converts:
+        raise MethodMissing('this job converts nothing')
 
 
 @functools.lru_cache(maxsize=None)
@@ -69,6 +80,11 @@ def processes_of(participant: Participant, segment) -> Tuple[int, int]:
     return segment.source_rank, participant.job.target_ranks[segment.target_rank]
 
 
+def window(buffer: torch.Tensor, shape, offset: int, strides) -> torch.Tensor:
+    """A box of a buffer, ``offset`` elements from its first one."""
+    return buffer.as_strided(shape, strides, buffer.storage_offset() + offset)
+
+
 def peers_of(participant: Participant) -> int:
     """How many processes this one sends to, and how many it receives from, together."""
     pairs = {
@@ -87,10 +103,10 @@ class LaterCalls(Method):
         super().__init__(participant)
         self._executor = _make_executor(participant)
         self._buffers = _buffers_of(participant)
-        self.stats = self._executor.execute(*self._buffers)
+        self.run()
 
     def run(self):
-        self.stats = self._executor.execute(*self._buffers)
+        self.staging_bytes = self._executor.execute(*self._buffers).peak_host_staging_bytes
 
 
 class FirstCall(Method):
@@ -98,7 +114,7 @@ class FirstCall(Method):
     name = 'ours, first call'
 
     def run(self):
-        self.stats = _make_executor(self.participant).execute(*_buffers_of(self.participant))
+        _make_executor(self.participant).execute(*_buffers_of(self.participant))
 
 
 def _make_executor(participant: Participant) -> AffineTransferExecutor:
@@ -124,6 +140,55 @@ class Memcpy(Method):
 
     def run(self):
         self.participant.copy_expected()
+
+
+class Convert(Method):
+    """Trainers convert all of their masters, piece by piece, into two slots in turn, and nothing is sent.
+
+    What the slots hold in the end is compared.
+    """
+    name = 'convert'
+    slot_bytes = 4 << 20
+
+    @classmethod
+    def prepare(cls, participant):
+        require_conversion(participant.job)
+
+    def __init__(self, participant):
+        super().__init__(participant)
+        dtype = participant.job.dtype
+        self._slots = torch.full((2, self.slot_bytes // dtype.itemsize), float('nan'), dtype=dtype)
+        self._copies = list(self._cut(participant.sources.values(), self._slots))
+
+    @staticmethod
+    def _cut(masters: Iterable[torch.Tensor], slots: torch.Tensor) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
+        """(part of a slot, piece of a master) pairs, in order."""
+        turns = itertools.cycle(slots)
+        for master in masters:
+            for piece, slot in zip(master.split(slots.shape[1]), turns):
+                yield slot[:piece.numel()], piece
+
+    def run(self):
+        for part, piece in self._copies:
+            part.copy_(piece)
+
+    def reset(self):
+        self._slots.fill_(float('nan'))
+
+    def spoil(self):
+        if self.participant.rank == TRAINERS - 1:
+            self._slots[0, 0] += 1
+
+    @functools.cached_property
+    def _expected(self) -> torch.Tensor:
+        job, trainer = self.participant.job, self.participant.source
+        expected = torch.full_like(self._slots, float('nan'))
+        for part, piece in self._cut((job.master(name, trainer) for name in self.participant.sources), expected):
+            part.copy_(piece)
+        return expected
+
+    def wrong_elements(self):
+        return differing_elements(self._slots, self._expected)
 
 
 class Message(NamedTuple):
@@ -201,11 +266,6 @@ class Bare(Method):
     def wrong_elements(self):
         return sum(
             int((part != _pattern(part.numel(), peer, part.dtype)).sum()) for peer, part in self._incoming.items())
-
-
-def window(buffer: torch.Tensor, shape, offset: int, strides) -> torch.Tensor:
-    """A box of a buffer, ``offset`` elements from its first one."""
-    return buffer.as_strided(shape, strides, buffer.storage_offset() + offset)
 
 
 def _pattern(numel: int, process: int, dtype: torch.dtype) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from deepspeed.utils import safe_get_full_fp32_param
 
 from transfer_jobs import TRAINERS, Region
-from transfer_methods import Method, MethodMissing, plans_of, processes_of, window
+from transfer_methods import Method, MethodMissing, plans_of, processes_of, require_conversion, window
 
 SHARED_MEMORY = Path('/dev/shm')
 
@@ -131,12 +131,9 @@ class Megatron(Method):
     parameter of its own there, a view of its buffer.
     """
     name = 'Megatron-Core'
-    converts = True
 
     @classmethod
     def prepare(cls, participant):
-        if not cls.converts and participant.job.dtype == torch.float32:
-            raise MethodMissing('this job converts nothing')
         _Megatron(participant.meeting)
 
     def __init__(self, participant):
@@ -144,9 +141,8 @@ class Megatron(Method):
         megatron = _Megatron(participant.meeting)
         dtype, rank = participant.job.dtype, participant.rank
         self._masters = participant.sources
-        self._converted = self._masters
-        if dtype != torch.float32:
-            self._converted = {name: master.to(dtype) for name, master in self._masters.items()}
+        # The masters themselves where nothing is converted.
+        self._converted = {name: master.to(dtype) for name, master in self._masters.items()}
         sends, receives = [], []
         self._modules = torch.nn.Module(), torch.nn.Module()
         for name, plan in sorted(plans_of(participant).items()):
@@ -163,7 +159,7 @@ class Megatron(Method):
         self._execute = megatron.executor(sends, receives)
 
     def run(self):
-        if self.converts and self._converted is not self._masters:
+        if self.participant.job.converts:
             for name, master in self._masters.items():
                 self._converted[name].copy_(master)
         self._execute(*self._modules)
@@ -172,7 +168,14 @@ class Megatron(Method):
 class MegatronOfConverted(Megatron):
     """The same from a converted copy of the masters, made beforehand and kept."""
     name = 'Megatron-Core, conversion not counted'
-    converts = False
+
+    @classmethod
+    def prepare(cls, participant):
+        require_conversion(participant.job)
+        super().prepare(participant)
+
+    def run(self):
+        self._execute(*self._modules)
 
 
 class _Megatron:

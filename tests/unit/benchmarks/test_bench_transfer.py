@@ -9,12 +9,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 FOLDER = Path(__file__).resolve().parents[3] / 'benchmarks' / 'affine_transfer'
-COLUMNS = {'method', 'ms', 'GiB_per_s', 'to_bare', 'to_loop', 'extra_mb', 'file_mb', 'correct', 'runs', 'ms_quartiles'}
+COLUMNS = {
+    'method', 'ms', 'GiB_per_s', 'to_bare', 'to_loop', 'cores', 'extra_mb', 'file_mb', 'correct', 'runs',
+    'ms_quartiles'
+}
 OURS = {'ours, first call', 'ours, later calls'}
 ALWAYS_THERE = OURS | {'bare, one message', 'memcpy', 'loop: 2 buckets of 16 MiB', 'gather + broadcast + slice'}
 
@@ -55,8 +59,10 @@ def test_every_method_brings_the_right_values_in_both_jobs(run_of_all):
 def test_a_method_that_did_not_run_is_told_with_its_reason(run_of_all):
     written, result = run_of_all
     for job in ('weight-sync', 'resize'):
-        has_run = 'Megatron-Core' in {row['method'] for row in written['tables'][job]}
-        assert has_run != (f'{job}: without Megatron-Core: ' in result.stderr)
+        names = {row['method'] for row in written['tables'][job]}
+        for method in ('Megatron-Core', 'convert'):
+            assert (method in names) != (f'{job}: without {method}: ' in result.stderr)
+        assert ('convert' in names) == (job == 'weight-sync')
 
 
 def test_rows_have_their_columns_and_times_are_medians(run_of_all):
@@ -81,24 +87,92 @@ def test_the_fastest_of_a_kind_is_what_others_are_compared_with(run_of_all):
             assert best[column] == 1
 
 
-def test_targets_compare_later_calls_with_every_peer(run_of_all):
-    targets = [row['target'] for row in run_of_all[0]['tables']['targets']]
-    for peer in ('gather + broadcast + slice', 'checkpoint through /dev/shm', 'loop: '):
-        assert sum(peer in target for target in targets) == 2
-    assert sum('speed to bare' in target for target in targets) == 1
-    for job in ('weight-sync', 'resize'):
-        bounds = [row for row in run_of_all[0]['tables']['targets'] if row['target'].startswith(f'{job}: ')]
-        assert len(bounds) == 2 and all(0 < row['reached'] <= row['at_most'] for row in bounds)
+def test_every_target_is_there_and_staging_and_growth_are_within_the_bound(run_of_all):
+    rows = {row['target']: row for row in run_of_all[0]['tables']['targets']}
+    for job, best in (('weight-sync', 'loop: '), ('resize', 'bare, ')):
+        speeds = [text for text in rows if text.startswith(f'{job}: later calls, times as fast as: ')]
+        peers = [text.rsplit(': ')[-1] for text in speeds[1:]]
+        assert best in speeds[0]
+        assert peers[:2] == ['gather + broadcast + slice', 'checkpoint through /dev/shm']
+        for text in (f'{job}: staging of later calls, MB', *(f'{job}: extra memory of a process, MB: {ours}'
+                                                             for ours in OURS)):
+            assert 0 < rows[text]['reached'] <= rows[text]['at_most'] and rows[text]['met'] is True
+        assert rows[f'{job}: extra memory of a process, MB: gather + broadcast + slice']['met'] is None
 
 
-def test_one_wrong_element_is_found_and_told(tmp_path):
+@pytest.fixture
+def outcome(modules):
+    """What three rounds of some methods could have found out, with two cores busy."""
+    from bench_transfer import Measured, Outcome
+    seconds = {
+        'ours, later calls': [2, 2, 3],
+        'ours, first call': [5, 5, 5],
+        'bare, messages of 8 MiB': [2, 2, 2],
+        'bare, one message': [1, 1, 1],
+        'convert': [1, 3, 2],
+        'loop: 2 buckets of 16 MiB': [1, 2, 9],
+        'checkpoint through /dev/shm': [8, 8, 9]
+    }
+    methods = [
+        Measured(name, rounds, cpu_seconds=[2 * took for took in rounds], correct=True, extra_mb=40., file_mb=0.)
+        for name, rounds in seconds.items()
+    ]
+    return Outcome(methods, {}, moved_bytes=8, staging_mb=20., bound_mb=30., has_kept_masters=True)
+
+
+def test_cores_are_the_processor_time_of_all_processes_to_the_time_of_a_round(outcome):
+    from bench_transfer import rows_of
+    assert {row['cores'] for row in rows_of(outcome)} == {2}
+
+
+def test_targets_are_medians_over_the_rounds(outcome):
+    from bench_transfer import targets_of
+    assert [tuple(row.values()) for row in targets_of({'weight-sync': outcome})] == [
+        ('weight-sync: later calls, times as fast as: loop: 2 buckets of 16 MiB', 0.95, None, 1, True),
+        ('weight-sync: later calls, times as fast as: checkpoint through /dev/shm', 3, None, 4, True),
+        ('weight-sync: bare and converting alone, one after the other, times as fast as: checkpoint through /dev/shm',
+         None, None, 3, None),
+        ('weight-sync: staging of later calls, MB', None, 30, 20, True),
+        ('weight-sync: extra memory of a process, MB: ours, later calls', None, 30, 40, False),
+        ('weight-sync: extra memory of a process, MB: ours, first call', None, 30, 40, False),
+        ('weight-sync: extra memory of a process, MB: checkpoint through /dev/shm', None, None, 40, None),
+    ]
+
+
+@pytest.mark.parametrize('job, spoilt', [('resize', ['ours, later calls', 'bare, one message']),
+                                         ('weight-sync', ['ours, first call', 'convert'])])
+def test_one_wrong_element_is_found_and_told(job, spoilt, tmp_path):
     path = tmp_path / 'transfer.json'
-    spoilt = ['ours, later calls', 'bare, one message']
-    result = run_benchmark('--jobs', 'resize', '--repeats', '1', '--methods', *spoilt, 'memcpy', '--corrupt', *spoilt,
+    result = run_benchmark('--jobs', job, '--repeats', '1', '--methods', *spoilt, 'memcpy', '--corrupt', *spoilt,
                            '--json', path)
-    correct = {row['method']: row['correct'] for row in json.loads(path.read_text())['tables']['resize']}
+    correct = {row['method']: row['correct'] for row in json.loads(path.read_text())['tables'][job]}
     assert correct == {**dict.fromkeys(spoilt, False), 'memcpy': True}
     assert result.returncode == 1
+
+
+def test_converting_alone_is_wrong_where_its_slots_hold_anything_but_the_last_pieces(modules, monkeypatch):
+    from transfer_jobs import JOBS
+    from transfer_methods import Convert
+    # 7 elements and 2, in pieces of 3, 3, 1 and 2.
+    monkeypatch.setattr(Convert, 'slot_bytes', 6)
+    job = JOBS['weight-sync']({'a.weight': (3, 5), 'b.weight': (4, )})
+    masters = {name: job.master(name, 1) for name in job.shapes}
+    method = Convert(SimpleNamespace(job=job, rank=1, source=1, sources=masters))
+    assert method.wrong_elements() == 6
+    method.run()
+    assert method.wrong_elements() == 0
+    method.spoil()
+    assert method.wrong_elements() == 1
+    masters['a.weight'][4:] += 1
+    method.run()
+    assert method.wrong_elements() == 2
+    method.reset()
+    assert method.wrong_elements() == 6
+
+
+def test_a_job_without_a_method_that_can_do_it_measures_nothing():
+    result = run_benchmark('--jobs', 'resize', '--methods', 'convert')
+    assert result.returncode == 0 and 'resize: without convert: this job converts nothing' in result.stderr
 
 
 def test_the_oracle_places_halves_and_partitions(modules):
