@@ -11,7 +11,7 @@ for what it waits for; nothing else waits.
 """
 
 from collections import deque
-from typing import Deque, List, NamedTuple, Optional, Sequence
+from typing import Deque, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -33,13 +33,12 @@ class _UnderWay(NamedTuple):
 class _Turn:
     """What the next window in the same slots must come after.
 
-    ``sent``: copies between host and device to fill what is sent. ``received``: those to unpack what was received.
-    ``unpacked``: all reading of device slots. ``left`` and ``reached``: the same as the first two in messages of the
-    process to itself.
+    ``packed``: copies between host and device to fill what is sent. ``arrived``: those to unpack what was received.
+    ``unpacked``: all reading of device slots.
     """
 
     def __init__(self):
-        self.sent, self.received, self.unpacked, self.left, self.reached = (Mark() for _ in range(5))
+        self.packed, self.arrived, self.unpacked = Mark(), Mark(), Mark()
 
 
 class Mover:
@@ -95,20 +94,22 @@ class Mover:
 
     def _start(self, loads: Loads) -> _UnderWay:
         turn = self._turn_of(loads)
-        self._until_bounces_may_be_packed(turn)
-        self._pack(loads.sends, turn.sent)
-        self._until_own_slots_may_be_packed(turn)
-        self._pack([sender for sender, _ in loads.to_itself], turn.left)
-        self._unpack_on_device([receiver for _, receiver in loads.to_itself], turn.reached)
+        self._until_slots_may_be_packed(turn)
+        self._pack(loads.sends, turn.packed)
         if HOST in self._transport.memory:
             self._until_host_may_send(turn)
         self._until_slots_may_be_received_into(turn)
-        if not loads.sends and not loads.receives:
-            return _UnderWay(loads, [], [])
-        with self._outgoing.as_current():
-            sends, receives = self._transport.exchange([(load.wire, load.peer) for load in loads.sends],
-                                                       [(load.wire, load.peer) for load in loads.receives])
+        sends, receives = self._exchange(loads)
+        self._pack([sender for sender, _ in loads.to_itself], turn.packed)
+        self._unpack_on_device([receiver for _, receiver in loads.to_itself], turn.arrived)
         return _UnderWay(loads, sends, receives)
+
+    def _exchange(self, loads: Loads) -> Tuple[List[PendingMessage], List[PendingMessage]]:
+        if not loads.sends and not loads.receives:
+            return [], []
+        with self._outgoing.as_current():
+            return self._transport.exchange([(load.wire, load.peer) for load in loads.sends],
+                                            [(load.wire, load.peer) for load in loads.receives])
 
     def _pack(self, loads: Sequence[Load], mark: Mark) -> None:
         for load in loads:
@@ -122,7 +123,7 @@ class Mover:
         loads, turn = under_way.loads, self._turn_of(under_way.loads)
         for load, message in zip(loads.receives, under_way.receives):
             self._until_received(message)
-            self._unpack_on_device([load], turn.received)
+            self._unpack_on_device([load], turn.arrived)
             if load.wire.is_cpu:
                 copy(load.host)
         on_device = [load for load in loads.receives if not load.wire.is_cpu]
@@ -154,21 +155,18 @@ class Mover:
             self._outgoing.follow_current_stream()
             self._incoming.follow_current_stream()
 
-    def _until_bounces_may_be_packed(self, turn: _Turn) -> None:
-        """Their last content may still be on its way to the device."""
-        turn.sent.until_done()
-
-    def _until_own_slots_may_be_packed(self, turn: _Turn) -> None:
-        """What this process last sent itself in them may still be on its way to the device."""
-        turn.reached.until_done()
+    def _until_slots_may_be_packed(self, turn: _Turn) -> None:
+        """The last content of those that the host fills may still be on its way to the device."""
+        turn.packed.until_done()
 
     def _until_host_may_send(self, turn: _Turn) -> None:
         """What is sent from host memory must have come from the device; once for all messages of a window."""
-        turn.sent.until_done()
+        turn.packed.until_done()
 
     def _until_slots_may_be_received_into(self, turn: _Turn) -> None:
-        """What was last received in them may still be on its way to the device, or be read there."""
-        turn.received.until_done()
+        """What was last received in them, or sent to itself, may still be on its way to the device, or be read there.
+        """
+        turn.arrived.until_done()
         self._outgoing.follow(turn.unpacked)
 
     def _until_received(self, message: PendingMessage) -> None:
@@ -177,11 +175,11 @@ class Mover:
 
     def _until_host_may_unpack(self, turn: _Turn) -> None:
         """What arrived in device memory must have come to the host; once for all messages of a window."""
-        turn.received.until_done()
+        turn.arrived.until_done()
 
     def _until_host_may_unpack_its_own(self, turn: _Turn) -> None:
         """What this process sends itself must have come from the device."""
-        turn.left.until_done()
+        turn.packed.until_done()
 
     def _until_sent(self, message: PendingMessage) -> None:
         with self._outgoing.as_current():

@@ -37,38 +37,6 @@ Buffers = Mapping[BufferKey, torch.Tensor]
 _ITSELF = -1
 
 
-class Load(NamedTuple):
-    """One end of a message, for one call's buffers: what travels, and the copies before (sender) or after (receiver).
-
-    ``crossing`` copies between pinned and device memory; it is watched when its pinned side is a slot, which the host
-    or a transport will read or fill.
-    """
-    peer: int
-    wire: torch.Tensor
-    host: Copies
-    device: Copies
-    crossing: Copies
-    is_watched: bool
-
-
-class Loads(NamedTuple):
-    """One window of messages; of those to the process itself, both ends.
-
-    ``turn`` is the turn of the pipeline whose slots it has, None when it needs no slot.
-    """
-    sends: List[Load]
-    receives: List[Load]
-    to_itself: List[Tuple[Load, Load]]
-    turn: Optional[int]
-
-
-class Bound(NamedTuple):
-    """What one call copies within host and within device memory, and its windows in order."""
-    host: Copies
-    device: Copies
-    windows: List[Loads]
-
-
 @dataclass(frozen=True)
 class _Place:
     """A box of elements of one buffer, ``offset`` elements from its first."""
@@ -86,55 +54,68 @@ class _Place:
 _Laid = Union[_Place, torch.Tensor]
 
 
-def _bind(laid: _Laid, buffers: Buffers) -> torch.Tensor:
+def _bound(laid: _Laid, buffers: Buffers) -> torch.Tensor:
     return laid.of(buffers) if isinstance(laid, _Place) else laid
 
 
-class _LaidCopies(NamedTuple):
-    targets: Sequence[_Laid] = ()
-    sources: Sequence[_Laid] = ()
-
-    def of(self, buffers: Buffers) -> Copies:
-        return Copies(*([_bind(laid, buffers) for laid in side] for side in self))
+def _bound_copies(copies: Copies, buffers: Buffers) -> Copies:
+    return Copies(*([_bound(laid, buffers) for laid in side] for side in copies))
 
 
-class _End(NamedTuple):
-    """A Load before a call's buffers are known."""
+class Load(NamedTuple):
+    """One end of a message: what travels, and the copies before (sender) or after (receiver).
+
+    ``crossing`` copies between pinned and device memory; it is watched when its pinned side is a slot, which the host
+    or a transport will read or fill. In a layout, what lies in buffers is places; in what moves, all are tensors.
+    """
     peer: int
     wire: _Laid
-    host: _LaidCopies = _LaidCopies()
-    device: _LaidCopies = _LaidCopies()
-    crossing: _LaidCopies = _LaidCopies()
+    host: Copies = Copies()
+    device: Copies = Copies()
+    crossing: Copies = Copies()
     is_watched: bool = False
 
-    def of(self, buffers: Buffers) -> Load:
-        return Load(self.peer, _bind(self.wire, buffers), self.host.of(buffers), self.device.of(buffers),
-                    self.crossing.of(buffers), self.is_watched)
+    def bound(self, buffers: Buffers) -> 'Load':
+        return Load(self.peer, _bound(self.wire, buffers),
+                    *(_bound_copies(copies, buffers) for copies in (self.host, self.device, self.crossing)),
+                    self.is_watched)
 
 
-class _LaidWindow(NamedTuple):
-    """Loads before a call's buffers are known."""
-    sends: List[_End]
-    receives: List[_End]
-    to_itself: List[Tuple[_End, _End]]
+class Loads(NamedTuple):
+    """One window of messages; of those to the process itself, both ends.
+
+    ``turn`` is the turn of the pipeline whose slots it has, None when it needs no slot.
+    """
+    sends: List[Load]
+    receives: List[Load]
+    to_itself: List[Tuple[Load, Load]]
     turn: Optional[int]
 
-    def of(self, buffers: Buffers) -> Loads:
-        return Loads([end.of(buffers) for end in self.sends], [end.of(buffers) for end in self.receives],
-                     [(sender.of(buffers), receiver.of(buffers)) for sender, receiver in self.to_itself], self.turn)
+    def bound(self, buffers: Buffers) -> 'Loads':
+        return Loads([load.bound(buffers) for load in self.sends], [load.bound(buffers) for load in self.receives],
+                     [(sender.bound(buffers), receiver.bound(buffers)) for sender, receiver in self.to_itself],
+                     self.turn)
+
+
+class Bound(NamedTuple):
+    """What one call copies within host and within device memory, and its windows in order."""
+    host: Copies
+    device: Copies
+    windows: List[Loads]
 
 
 @dataclass(frozen=True)
 class Layout:
     """A schedule laid out for buffers of one geometry, with the slots that it stages in."""
-    host: _LaidCopies
-    device: _LaidCopies
-    windows: List[_LaidWindow]
+    host: Copies
+    device: Copies
+    windows: List[Loads]
     host_staging_bytes: int
     device_staging_bytes: int
 
     def bind(self, buffers: Buffers) -> Bound:
-        return Bound(self.host.of(buffers), self.device.of(buffers), [window.of(buffers) for window in self.windows])
+        return Bound(_bound_copies(self.host, buffers), _bound_copies(self.device, buffers),
+                     [window.bound(buffers) for window in self.windows])
 
 
 def lay_out(schedule: Schedule, windows: Sequence[Window], wire_dtype: torch.dtype, buffers: Buffers,
@@ -143,8 +124,7 @@ def lay_out(schedule: Schedule, windows: Sequence[Window], wire_dtype: torch.dty
     """Address every chunk in the buffers' own strides, and take the slots.
 
     ``wire_memory_by_peer`` has, per side ('source' for peers sent to, 'target' for peers received from), the memory in
-    which messages lie; ``host_slots`` is PINNED or PAGEABLE. Raises AffineTransferExecutionError for a chunk that
-    cannot be addressed so.
+    which messages lie; ``host_slots`` is PINNED or PAGEABLE.
     """
     reader = _Reader(schedule.wire, buffers, memory_by_buffer)
     within, across = reader.local(schedule.local)
@@ -159,7 +139,7 @@ def lay_out(schedule: Schedule, windows: Sequence[Window], wire_dtype: torch.dty
         for message in messages:
             slots.reserve_for(message, turn)
     laid = [slots.laid(messages, turn) for messages, turn in zip(carried, turns)]
-    return Layout(_laid(within[HOST]), _laid(within[DEVICE]), laid, slots.nbytes(HOST), slots.nbytes(DEVICE))
+    return Layout(_copies(within[HOST]), _copies(within[DEVICE]), laid, slots.nbytes(HOST), slots.nbytes(DEVICE))
 
 
 def _turns(carried: Sequence[Sequence['_Carried']], depth: int) -> Iterator[Optional[int]]:
@@ -171,8 +151,8 @@ def _turns(carried: Sequence[Sequence['_Carried']], depth: int) -> Iterator[Opti
         turn = (turn + is_staged) % depth
 
 
-def _laid(pairs: Sequence[Tuple[_Laid, _Laid]]) -> _LaidCopies:
-    return _LaidCopies(*zip(*pairs)) if pairs else _LaidCopies()
+def _copies(pairs: Sequence[Tuple[_Laid, _Laid]]) -> Copies:
+    return Copies(*zip(*pairs)) if pairs else Copies()
 
 
 @dataclass(frozen=True)
@@ -245,7 +225,8 @@ class _Carried:
         return _SlotKey(self.memory, next(iter(self.pieces_by_side)), self.place, turn)
 
     def bounce_slot(self, side: str, turn: Optional[int]) -> _SlotKey:
-        # Only the host fills one before the copy that reads the last is over. A lane, or a host that waits, needs one.
+        # One that the host fills has turns, as the copy to the device that reads its last content may still run. A
+        # lane fills one after whatever it did before, and the host reads one only after it has waited.
         has_turns = side == 'source' and self.other_memory == HOST
         return _SlotKey(self.other_memory, side, self.place, turn if has_turns else None)
 
@@ -336,8 +317,8 @@ class _Slots:
             self._tensors[key] = arena(self._numel[key], self._dtype, memory)
         return self._tensors[key]
 
-    def laid(self, messages: Sequence[_Carried], turn: Optional[int]) -> _LaidWindow:
-        window = _LaidWindow([], [], [], turn)
+    def laid(self, messages: Sequence[_Carried], turn: Optional[int]) -> Loads:
+        window = Loads([], [], [], turn)
         for message in messages:
             wire = message.bare or self._take(message.wire_slot(turn))[:message.numel]
             ends = {side: self._end(message, side, wire, turn) for side in message.pieces_by_side}
@@ -349,9 +330,9 @@ class _Slots:
                 window.receives.append(ends['target'])
         return window
 
-    def _end(self, message: _Carried, side: str, wire: _Laid, turn: Optional[int]) -> _End:
+    def _end(self, message: _Carried, side: str, wire: _Laid, turn: Optional[int]) -> Load:
         if message.is_bare_at(side):
-            return _End(message.peer, wire)
+            return Load(message.peer, wire)
         within: Dict[str, List] = {HOST: [], DEVICE: []}
         crossing: List[Tuple[_Laid, _Laid]] = []
         bounced: List[Tuple[int, int]] = []
@@ -368,7 +349,7 @@ class _Slots:
         for begin, end in bounced:
             crossing.append((_run(wire, begin, end), self._take(message.bounce_slot(side, turn))[begin:end]))
         is_watched = any(isinstance(pair[message.memory == DEVICE], torch.Tensor) for pair in crossing)
-        return _End(message.peer, wire,
+        return Load(message.peer, wire,
                     *(_directed(side, pairs) for pairs in (within[HOST], within[DEVICE], crossing)), is_watched)
 
 
@@ -378,6 +359,6 @@ def _run(laid: _Laid, begin: int, end: int) -> _Laid:
     return _Place(laid.buffer, (end - begin, ), (1, ), laid.offset + begin)
 
 
-def _directed(side: str, pairs: Sequence[Tuple[_Laid, _Laid]]) -> _LaidCopies:
+def _directed(side: str, pairs: Sequence[Tuple[_Laid, _Laid]]) -> Copies:
     """Copies between (wire or slot, what is nearer to the buffer): towards the wire at the source, else from it."""
-    return _laid(pairs if side == 'source' else [(near, wire) for wire, near in pairs])
+    return _copies(pairs if side == 'source' else [(near, wire) for wire, near in pairs])
