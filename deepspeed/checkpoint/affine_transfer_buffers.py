@@ -13,7 +13,7 @@ import collections.abc
 import itertools
 from dataclasses import dataclass
 from math import prod
-from typing import Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, Iterator, List, Mapping, NamedTuple, NoReturn, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -62,19 +62,22 @@ def shards_of(shapes_by_name: Mapping[str, Mapping[int, Sequence[int]]], ranks: 
     return shards
 
 
-def collect(side: str, buffers: Mapping[str, Mapping[int, torch.Tensor]]) -> Dict[ShardKey, torch.Tensor]:
-    """The buffers of one side by shard, without those of no elements, which ZeRO leaves where it holds nothing.
+def collect(side: str, buffers: Mapping[str, Mapping[int, torch.Tensor]]) -> Dict[BufferKey, torch.Tensor]:
+    """The buffers of one side, without those of no elements, which ZeRO leaves where it holds nothing.
 
-    Raises AffineTransferExecutionError for what is no strided tensor.
+    Raises AffineTransferExecutionError for what is no strided tensor with storage of its own.
     """
-    tensors: Dict[ShardKey, torch.Tensor] = {}
+    tensors: Dict[BufferKey, torch.Tensor] = {}
     for name, by_location in _items(f'the {side} buffers', buffers):
         for location, tensor in _items(f'the {side} buffers{of_parameter(name)}', by_location):
             if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
                 raise AffineTransferExecutionError(f'{_buffer(side, name, location)} is no strided tensor but a '
                                                    f'{type(tensor).__name__}')
+            # A DTensor or another class that interprets operations itself need not have storage of the shape it shows.
+            if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+                _refuse_view(_buffer(side, name, location), tensor)
             if tensor.numel() > 0:
-                tensors[name, location] = tensor
+                tensors[side, (name, location)] = tensor
     return tensors
 
 
@@ -121,18 +124,20 @@ def _check_storage(what: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
     if not tensor.is_cpu and tensor.device != accelerator_device():
         usable = f'or {accelerator_device()}' if accelerator_device() else '(there is no accelerator)'
         raise AffineTransferExecutionError(f'{what} is on device {tensor.device}, expected host memory {usable}')
-    # A DTensor or another class that interprets operations itself need not have storage of the shape it shows; a lazy
-    # conjugate or negative view and a quantized tensor show other values than they store.
-    interprets = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    if interprets or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-        raise AffineTransferExecutionError(f'{what} does not store the values it shows: pass the plain local tensor '
-                                           f'instead of this {type(tensor).__name__}')
+    # A lazy conjugate or negative view and a quantized tensor show other values than they store.
+    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        _refuse_view(what, tensor)
     if tensor.untyped_storage().nbytes() == 0:
         raise AffineTransferExecutionError(f'{what} has no storage: it was freed')
     reach_bytes = (tensor.storage_offset() + _reach(tensor)) * tensor.element_size()
     if reach_bytes > tensor.untyped_storage().nbytes():
         raise AffineTransferExecutionError(f'{what} reaches over {reach_bytes} bytes of a storage of '
                                            f'{tensor.untyped_storage().nbytes()}: it was resized')
+
+
+def _refuse_view(what: str, tensor: torch.Tensor) -> NoReturn:
+    raise AffineTransferExecutionError(f'{what} does not store the values it shows: pass the plain local tensor '
+                                       f'instead of this {type(tensor).__name__}')
 
 
 def _check_shape(what: str, tensor: torch.Tensor, shard: Shard) -> None:
@@ -149,8 +154,9 @@ def _check_shape(what: str, tensor: torch.Tensor, shard: Shard) -> None:
     # Each dimension steps over all that the dimensions of smaller strides reach, so no two elements share an address.
     for stride, size in sorted(zip(tensor.stride(), shape)):
         if size > 1 and stride <= reach:
-            raise AffineTransferExecutionError(f'{what} is expanded or overlaps itself: shape {shape}, strides '
-                                               f'{tensor.stride()}')
+            raise AffineTransferExecutionError(
+                f'{what} is expanded or overlaps itself, as far as strides tell, each of which must step over what '
+                f'the smaller ones reach: shape {shape}, strides {tensor.stride()}')
         reach += (size - 1) * stride
 
 
@@ -293,7 +299,7 @@ def readdress(copy: Copy, axes: Sequence[Axis]) -> Iterator[Copy]:
     """The copies that equal ``copy`` when its first place is no longer a shard but the buffer that ``axes`` lead to.
 
     A box stays one box while its elements keep within the axes; a run that continues on the next row of a buffer
-    whose rows are apart is folded into rows. Raises AffineTransferExecutionError for a box that does neither.
+    whose rows are apart is folded into rows. What neither holds for is halved until one does.
     """
     start = _coordinates(copy.offset, axes)
     steps = [_coordinates(stride, axes) for stride in copy.strides]
@@ -305,7 +311,7 @@ def readdress(copy: Copy, axes: Sequence[Axis]) -> Iterator[Copy]:
         yield Copy(copy.shape, _address(start, axes), tuple(_address(step, axes) for step in steps), copy.other_offset,
                    copy.other_strides)
         return
-    for part in _fold_at_row_ends(copy, start, steps, axes):
+    for part in _folded_at_row_ends(copy, start, steps, axes) or _halves(copy):
         yield from readdress(part, axes)
 
 
@@ -321,8 +327,11 @@ def _address(coordinates: Sequence[int], axes: Sequence[Axis]) -> int:
     return sum(coordinate * axis.stride for coordinate, axis in zip(coordinates, axes))
 
 
-def _fold_at_row_ends(copy: Copy, start, steps, axes: Sequence[Axis]) -> List[Copy]:
-    """The copy in up to three parts: up to the end of the row that it starts in, whole rows, and the rest."""
+def _folded_at_row_ends(copy: Copy, start, steps, axes: Sequence[Axis]) -> List[Copy]:
+    """The copy in up to three parts: up to the end of the row that it starts in, whole rows, and the rest.
+
+    No parts where rows do not end at regular places along one of its dimensions.
+    """
     for dim, (size, step) in enumerate(zip(copy.shape, steps)):
         along = [index for index, distance in enumerate(step) if distance]
         if size == 1 or len(along) != 1:
@@ -336,6 +345,10 @@ def _fold_at_row_ends(copy: Copy, start, steps, axes: Sequence[Axis]) -> List[Co
         rows, tail = divmod(size - head, row)
         parts = [(0, 1, head), (head, rows, row), (size - tail, 1, tail)]
         return [copy.folded(dim, *part) for part in parts if part[1] * part[2] > 0]
-    raise AffineTransferExecutionError(
-        f'a box of shape {copy.shape} at {copy.offset}, strides {copy.strides}, cannot be addressed in a buffer '
-        f'whose axes are {tuple(axes)}')
+    return []
+
+
+def _halves(copy: Copy) -> List[Copy]:
+    dim = next(dim for dim, size in enumerate(copy.shape) if size > 1)
+    half = copy.shape[dim] // 2
+    return [copy.folded(dim, 0, 1, half), copy.folded(dim, half, 1, copy.shape[dim] - half)]

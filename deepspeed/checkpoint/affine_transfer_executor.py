@@ -44,24 +44,23 @@ other half is packed or unpacked.
 elements are no larger than the source's, else by the receiver. (NaN stays NaN; which bits it has is torch's affair.)
 """
 
-import hashlib
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from operator import index
-from typing import Dict, List, Mapping, Optional, Tuple, Union
+from dataclasses import replace
+from typing import Dict, List, Mapping, NamedTuple, Optional, Tuple, Union
 
 import torch
 
 from .affine_transfer import TransferPlan
-from .affine_transfer_agreement import Agreement, Terms, ranks_text
-from .affine_transfer_buffers import BufferKey, check_buffers, check_disjoint, collect, shards_of, signature
-from .affine_transfer_memory import HOST, PAGEABLE, PINNED, accelerator_device, memory_of, residency_of, wire_memory_of
+from .affine_transfer_agreement import Agreement, ranks_text
+from .affine_transfer_buffers import BufferKey, signature
+from .affine_transfer_memory import (HOST, PAGEABLE, PINNED, accelerator_device, may_send_device_memory, memory_of,
+                                     residency_of, wire_memory_of)
 from .affine_transfer_mover import Mover
-from .affine_transfer_schedule import AffineTransferExecutionError, Schedule, Wire
+from .affine_transfer_part import Part, StagingBudget, TransferEndpoints, TransferStats
+from .affine_transfer_schedule import AffineTransferExecutionError
 from .affine_transfer_staging import Layout, lay_out
 from .affine_transfer_transport import one_at_a_time_over, transport_over
-from .affine_transfer_windows import windows_of
 
 __all__ = [
     'AffineTransferExecutionError', 'AffineTransferExecutor', 'StagingBudget', 'TransferEndpoints', 'TransferStats',
@@ -69,71 +68,6 @@ __all__ = [
 ]
 
 Buffers = Union[Mapping[int, torch.Tensor], Mapping[str, Mapping[int, torch.Tensor]]]
-
-
-@dataclass(frozen=True)
-class TransferEndpoints:
-    """Which rank of the group holds each location: ``{location: rank}`` per side, numbered independently.
-
-    Location 0 of the source and location 0 of the target may be on different ranks; a rank may hold several locations.
-    Equal on all ranks.
-    """
-    source: Mapping[int, int]
-    target: Mapping[int, int]
-
-    def __post_init__(self):
-        for side in ('source', 'target'):
-            try:
-                bound = {index(location): index(rank) for location, rank in getattr(self, side).items()}
-            except (AttributeError, TypeError) as error:
-                raise AffineTransferExecutionError(
-                    f'the {side} endpoints must map locations to ranks, both integers: {error}') from error
-            object.__setattr__(self, side, bound)
-
-    def digest(self) -> str:
-        """A text that is equal for equal endpoints, and short for any number of them."""
-        bound = (sorted(self.source.items()), sorted(self.target.items()))
-        return hashlib.blake2b(repr(bound).encode(), digest_size=8).hexdigest()
-
-    def check_ranks(self, size: int) -> None:
-        """Refuse a location that is bound to a rank outside a group of ``size`` ranks."""
-        for side in ('source', 'target'):
-            for location, rank in getattr(self, side).items():
-                if not 0 <= rank < size:
-                    raise AffineTransferExecutionError(
-                        f'{side} location {location} is bound to rank {rank}, outside the group of {size} ranks')
-
-
-@dataclass(frozen=True)
-class StagingBudget:
-    """The bytes of staging that one peer may occupy on this rank in one direction, and how many peers a rank may send
-    to, and receive from, at a time; equal on every rank."""
-    bytes_per_peer: int = 1 << 24
-    max_active_peers: int = 16
-
-    def __post_init__(self):
-        for name in ('bytes_per_peer', 'max_active_peers'):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise AffineTransferExecutionError(f'{name} must be a positive integer, not {value!r}')
-
-
-@dataclass(frozen=True)
-class TransferStats:
-    """What one ``execute`` did on this rank.
-
-    A chunk is a segment or a part of one that was cut; a round is at most one message to and from each active peer.
-    Sent and received bytes are those that travelled, locally copied ones are counted in the target's dtype.
-    """
-    segments: int
-    chunks: int
-    rounds: int
-    local_copy_bytes: int
-    sent_bytes: int
-    received_bytes: int
-    peak_host_staging_bytes: int
-    peak_device_staging_bytes: int
-    seconds: float
 
 
 def execute_transfer(plan: TransferPlan,
@@ -146,6 +80,18 @@ def execute_transfer(plan: TransferPlan,
     """Move one plan's bytes once, between buffers of one dtype. See AffineTransferExecutor."""
     return AffineTransferExecutor(plan, endpoints, dtype=dtype, budget=budget,
                                   group=group).execute(source_buffers, target_buffers)
+
+
+class _Geometry(NamedTuple):
+    """What a layout depends on of this rank's buffers; ``device`` is the accelerator's, None where it is not used."""
+    device: Optional[torch.device]
+    forms: Dict[BufferKey, Tuple[torch.Size, Tuple[int, ...]]]
+    memory: Dict[BufferKey, str]
+
+    @classmethod
+    def of(cls, buffers: Mapping[BufferKey, torch.Tensor], device: Optional[torch.device]) -> '_Geometry':
+        forms = {key: (tensor.shape, tensor.stride()) for key, tensor in buffers.items()}
+        return cls(device, forms, {key: memory_of(tensor, device is not None) for key, tensor in buffers.items()})
 
 
 class AffineTransferExecutor:
@@ -168,16 +114,24 @@ class AffineTransferExecutor:
                  group: Optional[object] = None):
         self._transport = transport_over(group)
         self._agreement = Agreement(self._transport)
+        self._one_at_a_time = one_at_a_time_over(group)
+        self._part: Optional[Part] = None
         self._mover: Optional[Mover] = None
         self._broken: Optional[str] = None
-        self._one_at_a_time = one_at_a_time_over(group)
+        # Of the buffers that passed the checks last.
+        self._signature: Optional[Tuple] = None
+        self._geometry: Optional[_Geometry] = None
         self._layout: Optional[Layout] = None
         self._laid_out_for: Optional[Tuple] = None
-        self._checked: Optional[Tuple] = None  # signature of the buffers that passed the checks last
+        self._stats: Optional[TransferStats] = None
         fault, terms = None, None
         with self._one_at_a_time, self._giving_up('the ranks could not agree on a transfer, nothing was moved'):
             try:
-                terms = self._build(plans, endpoints, dtype, source_dtype or dtype, budget)
+                rank, size = self._transport.rank, self._transport.size
+                self._part = Part.of(plans, endpoints, source_dtype or dtype, dtype, budget, rank, size)
+                # Twice as many messages under way as one window may have.
+                self._mover = Mover(self._transport, self._part.schedule.depth, 4 * budget.max_active_peers)
+                terms = self._part.terms(self._transport.memory)
             except Exception as error:
                 fault = error
             self._agreement.construct(fault, terms)
@@ -185,11 +139,12 @@ class AffineTransferExecutor:
     def execute(self, source_buffers: Buffers, target_buffers: Buffers) -> TransferStats:
         """Write the values of all ranks' source buffers into their target buffers. Called by every rank.
 
-        Buffers are ``{location: tensor}``, or ``{name: {location: tensor}}`` for named plans, in the shard's shape
-        with strides that each step over what the smaller ones reach, or flat. Each may be in host memory, pageable or
-        pinned, or on the accelerator's current device. Buffers without elements are ignored. Calls from several
-        threads take turns, as do those of all executors of one group object; a call from within another one, as a
-        signal handler's can be, raises RuntimeError.
+        Buffers are ``{location: tensor}``, or ``{name: {location: tensor}}`` for named plans. A tensor has the shape
+        of its shard, or is flat and has as many elements. Its strides are free, as long as each one steps over all
+        that the smaller ones reach. It may be in host memory, pageable or pinned, or on the accelerator's current
+        device. Buffers without elements are ignored.
+        Calls from several threads take turns, as do those of all executors of one group object; a call from within
+        another one, as a signal handler's can be, raises RuntimeError.
         Device buffers are read and written after what is queued on the current stream. Host buffers are read and
         written at once, so copies of the caller's own to or from pinned ones must be over. On return sources may be
         overwritten and targets read, by the host and on any stream.
@@ -212,7 +167,7 @@ class AffineTransferExecutor:
     def _void_what_autograd_saved(self, buffers: Mapping[BufferKey, torch.Tensor]) -> None:
         """Let a backward that needs a target's old values fail; what is received, no operator of torch writes."""
         for side, shard in buffers:
-            if side == 'target' and shard in self._schedule.target_extents:
+            if side == 'target' and shard in self._part.schedule.target_extents:
                 torch.autograd.graph.increment_version(buffers[side, shard])
 
     @contextmanager
@@ -235,49 +190,12 @@ class AffineTransferExecutor:
                 raise
             raise AffineTransferExecutionError(self._broken) from error
 
-    def _build(self, plans, endpoints: TransferEndpoints, dtype, source_dtype, budget: StagingBudget) -> Terms:
-        """Make the schedule, and the terms that peers compare."""
-        self._is_named = isinstance(plans, Mapping)
-        plans = plans if self._is_named else {'': plans}
-        for name, plan in plans.items():
-            if not isinstance(name, str) or not isinstance(plan, TransferPlan):
-                raise AffineTransferExecutionError(f'plans must be a TransferPlan or a dict of them by name, but '
-                                                   f'{name!r} has a {type(plan).__name__}')
-        if not isinstance(dtype, torch.dtype) or not isinstance(source_dtype, torch.dtype):
-            raise AffineTransferExecutionError(f'dtypes must be torch dtypes, not {dtype!r} and {source_dtype!r}')
-        for what, value, cls in (('endpoints', endpoints, TransferEndpoints), ('budget', budget, StagingBudget)):
-            if not isinstance(value, cls):
-                raise AffineTransferExecutionError(
-                    f'{what} must be of type {cls.__name__}, not {type(value).__name__}')
-        rank, size = self._transport.rank, self._transport.size
-        endpoints.check_ranks(size)
-        self._dtype, self._source_dtype = dtype, source_dtype
-        wire = Wire.between(source_dtype.itemsize, dtype.itemsize, source_dtype != dtype)
-        self._schedule = Schedule.build(plans, endpoints.source, endpoints.target, rank, wire, budget.bytes_per_peer)
-        self._windows = windows_of(self._schedule, rank, size, budget.max_active_peers)
-        # Twice as many messages under way as one window may have.
-        self._mover = Mover(self._transport, self._schedule.depth, 4 * budget.max_active_peers)
-        source_shapes = {name: plan.source_shard_shapes for name, plan in plans.items()}
-        target_shapes = {name: plan.target_shard_shapes for name, plan in plans.items()}
-        self._sources = shards_of(source_shapes, endpoints.source, rank, self._schedule.source_extents)
-        self._targets = shards_of(target_shapes, endpoints.target, rank, self._schedule.target_extents)
-        settings = {
-            'dtype': str(dtype),
-            'source dtype': str(source_dtype),
-            'bytes per peer': str(budget.bytes_per_peer),
-            'max active peers': str(budget.max_active_peers),
-            'memory of messages': ' and '.join(sorted(self._transport.memory)),
-            # Where ranks bind a location to one another, each would leave its copy to the other one.
-            'digest of the endpoints': endpoints.digest()
-        }
-        return Terms(settings, self._schedule.send_digests, self._schedule.receive_digests)
-
     def _open(self, source_buffers, target_buffers) -> Mapping[BufferKey, torch.Tensor]:
         """This call's buffers, once all ranks have accepted theirs and have laid their messages out for them."""
         fault, buffers, residency, lays_out = None, {}, 0, False
         try:
-            buffers = self._check(source_buffers, target_buffers)
-            residency = residency_of(self._memory_by_buffer)
+            buffers = self._accept(source_buffers, target_buffers)
+            residency = residency_of(self._geometry.memory)
             lays_out = self._laid_out_for is None or self._laid_out_for[0] != self._geometry
         except Exception as error:
             fault = error
@@ -288,41 +206,33 @@ class AffineTransferExecutor:
             except Exception as error:
                 fault = error
             self._agreement.ready(fault)
+            if len(self._transport.memory) > 1 and may_send_device_memory(opening.residencies):
+                self._transport.connect_devices()
         return buffers
 
-    def _check(self, source_buffers, target_buffers) -> Mapping[BufferKey, torch.Tensor]:
-        """The buffers of both sides; refuses those that cannot stand for this rank's shards."""
-        if not self._is_named:
-            source_buffers, target_buffers = {'': source_buffers}, {'': target_buffers}
-        sources, targets = collect('source', source_buffers), collect('target', target_buffers)
-        buffers: Dict[BufferKey, torch.Tensor] = {('source', key): tensor for key, tensor in sources.items()}
-        buffers.update((('target', key), tensor) for key, tensor in targets.items())
-        seen = signature(buffers)
-        if seen != self._checked:
-            self._checked = None
-            check_buffers('source', sources, self._sources, self._source_dtype)
-            check_buffers('target', targets, self._targets, self._dtype)
-            check_disjoint(sources, targets)
-            self._uses_device = HOST not in self._transport.memory or not all(t.is_cpu for t in buffers.values())
-            self._memory_by_buffer = {key: memory_of(tensor, self._uses_device) for key, tensor in buffers.items()}
-            self._geometry = {
-                key: (tensor.shape, tensor.stride(), tensor.device, self._memory_by_buffer[key])
-                for key, tensor in buffers.items()
-            }
-            self._checked = seen
+    def _accept(self, source_buffers, target_buffers) -> Mapping[BufferKey, torch.Tensor]:
+        """The buffers of both sides, checked unless the last ones were like them."""
+        buffers = self._part.collect(source_buffers, target_buffers)
+        uses_device = HOST not in self._transport.memory or not all(tensor.is_cpu for tensor in buffers.values())
+        device = accelerator_device() if uses_device else None
+        seen = (device, signature(buffers))
+        if seen != self._signature:
+            self._signature = None
+            self._part.check(buffers)
+            self._geometry = _Geometry.of(buffers, device)
+            self._signature = seen
         return buffers
 
     def _lay_out(self, buffers: Mapping[BufferKey, torch.Tensor], residencies: List[int]) -> None:
         """Make a layout for these buffers and what peers have, unless the present one serves them."""
-        memory, rank = self._transport.memory, self._transport.rank
+        memory, rank, schedule = self._transport.memory, self._transport.rank, self._part.schedule
         made_for = (self._geometry, residencies if len(memory) > 1 else None)
         if self._laid_out_for == made_for:
             return
         # The old layout's slots are given back before new ones are taken.
         self._layout = self._laid_out_for = None
-        if self._uses_device:
-            self._mover.prepare_device(accelerator_device())
-        schedule = self._schedule
+        if self._geometry.device is not None:
+            self._mover.prepare_device(self._geometry.device)
         wire_memory = {
             'source': {
                 peer: wire_memory_of(memory, residencies[rank], residencies[peer])
@@ -333,20 +243,7 @@ class AffineTransferExecutor:
                 for peer in schedule.receives
             }
         }
-        self._layout = lay_out(schedule, self._windows,
-                               self._source_dtype if schedule.wire.source_is_wire else self._dtype, buffers,
-                               self._memory_by_buffer, wire_memory, PINNED if self._uses_device else PAGEABLE)
+        self._layout = lay_out(schedule, self._part.windows, self._part.wire_dtype, buffers, self._geometry.memory,
+                               wire_memory, PAGEABLE if self._geometry.device is None else PINNED)
         self._laid_out_for = made_for
-        self._stats = self._stats_of(self._layout)
-
-    def _stats_of(self, layout: Layout) -> TransferStats:
-        schedule, itemsize = self._schedule, self._schedule.wire.itemsize
-        return TransferStats(segments=schedule.segments,
-                             chunks=schedule.chunks,
-                             rounds=len(self._windows),
-                             local_copy_bytes=sum(chunk.numel for chunk in schedule.local) * self._dtype.itemsize,
-                             sent_bytes=schedule.sent_numel * itemsize,
-                             received_bytes=schedule.received_numel * itemsize,
-                             peak_host_staging_bytes=layout.host_staging_bytes,
-                             peak_device_staging_bytes=layout.device_staging_bytes,
-                             seconds=0.)
+        self._stats = self._part.stats(self._layout)

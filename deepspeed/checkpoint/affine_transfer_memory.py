@@ -8,7 +8,7 @@ All that a transfer asks of the accelerator is in this file. Nothing here touche
 """
 
 from contextlib import contextmanager, nullcontext
-from typing import FrozenSet, List, Mapping, NamedTuple, Optional, Tuple
+from typing import FrozenSet, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 
 __all__ = [
     'HOST', 'DEVICE', 'PAGEABLE', 'PINNED', 'Copies', 'Lane', 'Mark', 'accelerator_device', 'accelerator_type',
-    'arena', 'copy', 'memory_of', 'residency_of', 'wire_memory_of'
+    'arena', 'copy', 'may_send_device_memory', 'memory_of', 'residency_of', 'wire_memory_of'
 ]
 
 # What a message lies in: host or device memory. What a buffer lies in: host memory of two kinds, or device memory.
@@ -56,10 +56,19 @@ def arena(numel: int, dtype: torch.dtype, memory: str) -> torch.Tensor:
 
 
 def residency_of(memory_by_buffer: Mapping[Tuple[str, object], str]) -> int:
-    """What a rank tells the others of its buffers, keyed by ('source' or 'target', shard), as an integer: whether all
-    of its sources and whether all of its targets are in device memory."""
-    return sum(bit for side, bit in _BIT_BY_SIDE.items()
-               if all(memory == DEVICE for key, memory in memory_by_buffer.items() if key[0] == side))
+    """What a rank tells the others of its buffers, keyed by ('source' or 'target', shard), as an integer: whether it
+    has sources and all are in device memory, and the same of its targets."""
+    kinds_by_side = {
+        side: {memory
+               for key, memory in memory_by_buffer.items() if key[0] == side}
+        for side in _BIT_BY_SIDE
+    }
+    return sum(bit for side, bit in _BIT_BY_SIDE.items() if kinds_by_side[side] == {DEVICE})
+
+
+def may_send_device_memory(residencies: Sequence[int]) -> bool:
+    """Whether messages between ranks of these residencies may lie in device memory, if the transport takes both."""
+    return all(any(residency & bit for residency in residencies) for bit in _BIT_BY_SIDE.values())
 
 
 def wire_memory_of(transport_memory: FrozenSet[str], sender: int, receiver: int) -> str:
@@ -71,8 +80,8 @@ def wire_memory_of(transport_memory: FrozenSet[str], sender: int, receiver: int)
 
 class Copies(NamedTuple):
     """Tensors, and what each of them is to become; of equal shapes."""
-    targets: List[torch.Tensor]
-    sources: List[torch.Tensor]
+    targets: Sequence = ()
+    sources: Sequence = ()
 
 
 def copy(copies: Copies) -> None:

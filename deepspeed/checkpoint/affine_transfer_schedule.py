@@ -26,18 +26,23 @@ from .affine_transfer import TransferPlan, TransferSegment
 
 __all__ = [
     'AffineTransferExecutionError', 'Box', 'Chunk', 'Message', 'PairDigest', 'Schedule', 'ShardKey', 'Wire',
-    'is_contiguous', 'messages_of', 'of_parameter'
+    'cutting_of_messages', 'is_contiguous', 'messages_of', 'of_parameter'
 ]
 
 # A chunk that needs no packing at one or both of its ends travels alone, straight from or into the buffer there, when
 # it has this many bytes. For a shorter one, a message of its own costs more than the copies that it saves.
-ALONE_BYTES_BY_BARE_ENDS = {1: 1 << 21, 2: 1 << 17}
+ALONE_BYTES_BY_BARE_ENDS = {1: 1 << 20, 2: 1 << 17}
 # Longer messages leave the cache between packing and sending. Those that need neither end's copies may be longer.
-MAX_PACKED_BYTES = 1 << 23
+MAX_PACKED_BYTES = 1 << 22
 
 # A parameter's name and a location that holds a shard of it.
 ShardKey = Tuple[str, int]
 NamedSegment = Tuple[str, TransferSegment]
+
+
+def cutting_of_messages() -> str:
+    """The sizes above, as ranks compare them: both ends of a pair must cut alike."""
+    return f'{ALONE_BYTES_BY_BARE_ENDS}, {MAX_PACKED_BYTES}'
 
 
 class AffineTransferExecutionError(ValueError):

@@ -14,7 +14,7 @@ from a store, as groups between trainers and rollout workers are.
 from datetime import timedelta
 from functools import partial
 from threading import RLock
-from typing import Callable, Dict, FrozenSet, List, Optional, Protocol, Sequence, Tuple, runtime_checkable
+from typing import Callable, FrozenSet, List, Optional, Protocol, Sequence, Tuple, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -73,6 +73,10 @@ class Transport(Protocol):
         Both are contiguous, in host memory. Called by every rank.
         """
 
+    def connect_devices(self) -> None:
+        """Make ready for messages in device memory, where ``memory`` has both. Called by every rank, before some of
+        them start the first window of such messages."""
+
     def abandon(self) -> List[int]:
         """Fail what peers have pending with this rank, so that they need not wait for the group's timeout, and see to
         it that none of this rank's own messages touches memory any more.
@@ -94,18 +98,23 @@ class ProcessGroupTransport:
         self.rank = group.rank()
         self.size = group.size()
         # A ProcessGroup has a backend for each type of device, a bare backend is one.
-        self._backend_types = {device.type for device in getattr(group, '_device_types', ())}
-        self._coalesced = (torch.device(accelerator_type()), ) if accelerator_type() in self._backend_types else ()
-        self.memory = self._memory_of(group)
-        self._device_tables: Dict[Tuple, List[torch.Tensor]] = {}
+        types = {device.type for device in getattr(group, '_device_types', ())}
+        self._coalesced = (torch.device(accelerator_type()), ) if accelerator_type() in types else ()
+        self._device_backend = self._device_backend_of(group) if self._coalesced or not types else None
+        takes_host = 'cpu' in types if types else group.name() == 'gloo'
+        self.memory = frozenset([HOST] * takes_host + [DEVICE] * (self._device_backend is not None))
+        if not self.memory:
+            raise TypeError(f'{group!r} takes neither messages in host memory nor coalesced ones in the memory of the '
+                            f'accelerator ({accelerator_type() or "there is none"})')
+        self._device_form: Optional[Tuple] = None
+        self._device_tensors: List[torch.Tensor] = []
 
-    def _memory_of(self, group) -> FrozenSet[str]:
-        if not hasattr(group, '_device_types'):
-            return frozenset((HOST if group.name() == 'gloo' else DEVICE, ))
-        memory = {HOST} if 'cpu' in self._backend_types else set()
-        if self._coalesced and group._get_backend(*self._coalesced).name() != 'gloo':
-            memory.add(DEVICE)
-        return frozenset(memory)
+    def _device_backend_of(self, group):
+        """The backend that takes device memory itself, all messages of a window at once; None if there is none."""
+        if accelerator_type() is None:
+            return None
+        backend = group._get_backend(*self._coalesced) if self._coalesced else group
+        return backend if backend.name() != 'gloo' and backend.supports_coalescing else None
 
     def exchange(self, sends, receives):
         on_device = [[message for message in side if not message[0].is_cpu] for side in (sends, receives)]
@@ -136,20 +145,28 @@ class ProcessGroupTransport:
         if HOST in self.memory:
             self._group._allgather_base(table.view(-1), row).wait()
             return
-        key = (table.shape, table.dtype)
-        if key not in self._device_tables:
-            self._device_tables = {
-                key: [torch.empty_like(tensor, device=accelerator_device()) for tensor in (table, row)]
-            }
-        device_table, device_row = self._device_tables[key]
+        device_table, device_row = self._on_device(table, row)
         device_row.copy_(row)
         self._group._allgather_base(device_table.view(-1), device_row).wait()
         table.copy_(device_table)
 
+    def _on_device(self, *tensors: torch.Tensor) -> List[torch.Tensor]:
+        """Device memory of the form of these tensors, the same as the last time where they are of the same form."""
+        form = (accelerator_device(), *((tensor.shape, tensor.dtype) for tensor in tensors))
+        if form != self._device_form:
+            self._device_form = form
+            self._device_tensors = [torch.empty_like(tensor, device=form[0]) for tensor in tensors]
+        return self._device_tensors
+
+    def connect_devices(self):
+        # NCCL makes its communicator with the first operation. All ranks must take part in that, while only those
+        # that have messages in a window enter it.
+        self._group.allreduce([torch.zeros(1, device=accelerator_device())]).wait()
+
     def abandon(self):
         gone = self._close_connections() if HOST in self.memory else []
-        if DEVICE in self.memory:
-            (self._group._get_backend(*self._coalesced) if self._coalesced else self._group).abort()
+        if self._device_backend is not None:
+            self._device_backend.abort()
         return gone
 
     def _close_connections(self) -> List[int]:
@@ -202,6 +219,9 @@ class LoneTransport:
     def all_gather(self, table, row):
         table[0].copy_(row)
 
+    def connect_devices(self):
+        raise ValueError('there are no other ranks without a process group')
+
     def abandon(self):
         return []
 
@@ -209,7 +229,8 @@ class LoneTransport:
 def transport_over(group: Optional[object]) -> Transport:
     """The transport of ``group``, or of this process alone when it is None; a Transport is its own.
 
-    Raises TypeError for what is no group object, such as what ``new_group`` returns to a process it leaves out.
+    Raises TypeError for what is no group object, such as what ``new_group`` returns to a process it leaves out, and
+    for a group without a backend that can carry messages here.
     """
     if group is None:
         return LoneTransport()

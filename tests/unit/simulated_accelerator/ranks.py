@@ -26,15 +26,18 @@ def run_ranks(body: Callable[[SimulatedTransport], object],
               seed: int,
               memory: FrozenSet[str] = frozenset(('host', )),
               max_operations: int = 64,
-              finds_races: bool = True) -> List:
+              finds_races: bool = True,
+              is_new: bool = False) -> List:
     """Call ``body(transport)`` on a thread per rank and return the results in rank order.
 
-    ``memory`` and ``max_operations`` are those of ``transports``; ``transport.rank`` is the thread's rank. Raises
-    RankFailure when a rank raises, Deadlock when all ranks waited for one another (even if the program caught it), and
-    DeviceRace when nothing orders two accesses (with ``finds_races``).
+    ``memory``, ``max_operations`` and ``is_new`` are those of ``transports``; ``transport.rank`` is the thread's rank.
+    Raises RankFailure when a rank raises, Deadlock when all ranks waited for one another (even if the program caught
+    it), and DeviceRace when nothing orders two accesses (with ``finds_races``).
     """
     simulation = Simulation(seed, size, finds_races)
-    ranks = [_Rank(simulation, transport, body) for transport in transports(simulation, memory, max_operations)]
+    ranks = [
+        _Rank(simulation, transport, body) for transport in transports(simulation, memory, max_operations, is_new)
+    ]
     for rank in ranks:
         rank.thread.start()
     simulation.scheduler.start()

@@ -30,6 +30,10 @@ class NotingBackend:
     def __init__(self, name, notes):
         self._name, self._notes = name, notes
 
+    @property
+    def supports_coalescing(self):
+        return self._name == 'xccl'
+
     def rank(self):
         return 0
 
@@ -64,6 +68,10 @@ class NotingBackend:
         table.view(4, -1).copy_(row)
         return NotedWork(self._notes, 'gather')
 
+    def allreduce(self, tensors):
+        self._notes.append(f'reduce {tensors[0].device.type}')
+        return NotedWork(self._notes, 'reduce')
+
     def abort(self):
         self._notes.append(f'abort {self._name}')
 
@@ -86,6 +94,7 @@ GROUPS = {
     'the device alone': (dict(simulated='xccl'), {'device'}),
     'both': (dict(cpu='gloo', simulated='xccl'), {'host', 'device'}),
     'another accelerator': (dict(cpu='gloo', cuda='nccl'), {'host'}),
+    'a backend that cannot coalesce': (dict(cpu='gloo', simulated='mpi'), {'host'}),
 }
 
 
@@ -94,9 +103,26 @@ def test_messages_lie_where_the_group_has_a_backend_of_its_own(backends, memory)
     assert ProcessGroupTransport(NotingGroup(backends, [])).memory == memory
 
 
-@pytest.mark.parametrize('name, memory', [('gloo', {'host'}), ('nccl', {'device'})])
+@pytest.mark.parametrize('name, memory', [('gloo', {'host'}), ('xccl', {'device'})])
 def test_a_bare_backend_takes_host_or_device_memory(name, memory):
     assert ProcessGroupTransport(NotingBackend(name, [])).memory == memory
+
+
+@pytest.mark.parametrize(
+    'group', [NotingBackend('mpi', []),
+              NotingGroup(dict(simulated='mpi'), []),
+              NotingGroup(dict(cuda='nccl'), [])],
+    ids=['bare', 'simulated', 'cuda'])
+def test_a_group_that_cannot_carry_messages_is_refused(group):
+    with pytest.raises(TypeError, match='takes neither messages in host memory nor coalesced ones .*simulated'):
+        ProcessGroupTransport(group)
+
+
+def test_devices_are_connected_by_an_operation_of_all_ranks():
+    notes = []
+    with Simulation(0):
+        ProcessGroupTransport(NotingGroup(dict(cpu='gloo', simulated='xccl'), notes)).connect_devices()
+    assert notes == ['reduce simulated', 'wait for reduce']
 
 
 def test_device_messages_of_a_window_are_one_group_and_host_messages_are_received_first():
@@ -117,7 +143,7 @@ def test_device_messages_of_a_window_are_one_group_and_host_messages_are_receive
 def test_a_bare_backend_groups_without_being_told_the_device():
     notes = []
     with Simulation(0):
-        ProcessGroupTransport(NotingBackend('nccl', notes)).exchange([(torch.zeros(1).to('simulated'), 1)], [])
+        ProcessGroupTransport(NotingBackend('xccl', notes)).exchange([(torch.zeros(1).to('simulated'), 1)], [])
     assert notes == ['begin 0', 'send 4 uint8 1 simulated', 'end 0']
 
 
@@ -149,5 +175,5 @@ def test_giving_up_aborts_the_backend_of_the_device_and_tells_who_is_gone():
     assert transport.abandon() == [3]
     assert notes[-1] == 'abort xccl'
     notes.clear()
-    assert ProcessGroupTransport(NotingBackend('nccl', notes)).abandon() == []
-    assert notes == ['abort nccl']
+    assert ProcessGroupTransport(NotingBackend('xccl', notes)).abandon() == []
+    assert notes == ['abort xccl']

@@ -20,10 +20,15 @@ from deepspeed.checkpoint.affine_transfer_memory import arena
 from deepspeed.checkpoint.affine_transfer_schedule import ALONE_BYTES_BY_BARE_ENDS
 from unit.checkpoint.transfer_cases import KINDS, Placed, RandomTransfer, line_plan, put, tensors_of
 from unit.simulated_accelerator.hosts import here
-from unit.simulated_accelerator.ranks import run_ranks
+from unit.simulated_accelerator import ranks
 from unit.simulated_accelerator.synchronizations import observed
 
 TRANSPORTS = {'host only': {'host'}, 'device only': {'device'}, 'both': {'host', 'device'}}
+
+
+def run_ranks(body, size, seed, memory):
+    """Over a group whose devices have not been used together yet."""
+    return ranks.run_ranks(body, size, seed, memory=memory, is_new=True)
 
 
 def move_and_use(transport, transfer, kind_of, steps=2):
@@ -39,7 +44,7 @@ def move_and_use(transport, transfer, kind_of, steps=2):
         stats = executor.execute(tensors_of(placed.sources), tensors_of(placed.targets))
         if step == 0:
             peaks = [usage.peak_bytes - begin for usage, begin in zip(usages, before)]
-            check_bound(stats, peaks, placed, executor._schedule, transport.memory)
+            check_bound(stats, peaks, placed, executor._part.schedule, transport.memory)
         else:
             assert [usage.allocations for usage in usages] == [0, 0]
         placed.use_at_once()
@@ -221,6 +226,24 @@ def test_a_rank_whose_buffers_are_in_host_memory_leaves_its_device_alone():
     assert streams_and_allocations[0] != streams_and_allocations[1] == (1, 0)
 
 
+def test_ranks_that_send_nothing_help_others_to_connect_their_devices():
+    """Over a transport that takes both kinds of memory, and only then; also a rank that has host memory alone."""
+
+    def body(transport):
+        connects = []
+        transport.connect_devices = lambda connect=transport.connect_devices: (connects.append(1), connect())
+        arguments, options = line(0, 1, 1024)
+        executor = AffineTransferExecutor(*arguments, **options, group=transport)
+        for kinds in (('pageable', 'device'), ('device', 'device'), ('device', 'device')):
+            source, target = put(torch.ones(1024), kinds[0]), put(torch.zeros(1024), kinds[1])
+            executor.execute({0: source} if transport.rank == 0 else {}, {0: target} if transport.rank == 1 else {})
+            assert transport.rank != 1 or target.cpu().eq(1).all()
+        return len(connects)
+
+    assert run_ranks(body, 3, 0, memory={'host', 'device'}) == [1, 1, 1]
+    assert run_ranks(body, 3, 0, memory={'device'}) == [0, 0, 0]
+
+
 # Refusals and failures
 
 
@@ -267,6 +290,7 @@ class Failing:
     def __init__(self, transport, number):
         self.rank, self.size, self.memory = transport.rank, transport.size, transport.memory
         self.all_gather, self.abandon = transport.all_gather, transport.abandon
+        self.connect_devices = transport.connect_devices
         self._transport, self._number = transport, number
 
     def exchange(self, sends, receives):

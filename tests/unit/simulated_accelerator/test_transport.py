@@ -45,6 +45,21 @@ def test_messages_arrive_in_order(memory, size, seeds):
             assert got == [[10. * number + (rank - 1) % size for number in range(3)] for rank in range(size)]
 
 
+def test_a_window_needs_devices_that_all_ranks_have_connected():
+
+    def body(transport, connects):
+        if connects:
+            transport.connect_devices()
+        messages = [(tensor_in('device', 1), 1 - transport.rank)] if transport.rank < 2 else []
+        for message in transport.exchange(messages, [])[0] if transport.rank == 0 else transport.exchange([],
+                                                                                                          messages)[1]:
+            message.wait()
+
+    run_ranks(lambda transport: body(transport, True), 3, 0, memory={'host', 'device'}, is_new=True)
+    with pytest.raises(RankFailure, match='before all ranks had connected their devices'):
+        run_ranks(lambda transport: body(transport, False), 3, 0, memory={'host', 'device'}, is_new=True)
+
+
 def test_rows_are_gathered_in_rank_order(seeds):
 
     def body(transport):

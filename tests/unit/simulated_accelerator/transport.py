@@ -8,7 +8,8 @@ Host messages go over a link per pair and direction, in order, at any time betwe
 waited for; waiting blocks the rank. Device messages of one ``exchange`` are one entry of a stream that the transport
 keeps for itself. Such a window occupies the stream until every peer in it has reached its own window for this rank.
 What would sometimes hang or corrupt memory on real hardware is an error here: windows that hold other messages at the
-other end, more messages at once than the cap, other sizes or other kinds of memory at the two ends.
+other end, more messages at once than the cap, other sizes or other kinds of memory at the two ends, a window before
+all ranks have used the group's devices together once, as NCCL needs to make its communicator.
 """
 
 from collections import deque
@@ -29,12 +30,18 @@ HOST, DEVICE = 'host', 'device'
 Addressed = Tuple[torch.Tensor, int]
 
 
-def transports(simulation: Simulation, memory: FrozenSet[str], max_operations: int = 64) -> List['SimulatedTransport']:
+def transports(simulation: Simulation,
+               memory: FrozenSet[str],
+               max_operations: int = 64,
+               is_new: bool = False) -> List['SimulatedTransport']:
     """A transport for every rank of a simulation, in rank order, over one group of them all.
 
     ``memory``: where messages may lie, HOST, DEVICE or both. ``max_operations``: the most messages in one window.
+    ``is_new``: all ranks are yet to use the group's devices together.
     """
     network = _Network(simulation, frozenset(memory), max_operations)
+    if not is_new:
+        network.connected.update(range(network.size))
     return [SimulatedTransport(network, host) for host in simulation.hosts]
 
 
@@ -96,6 +103,8 @@ class SimulatedTransport:
         return message
 
     def _start_window(self, sends: Sequence[Addressed], receives: Sequence[Addressed]) -> Mark:
+        if not self._network.is_connected():
+            raise RuntimeError('a window of device messages came before all ranks had connected their devices')
         if self._stream is None:
             self._stream = Stream()
         self._stream.push(Wait(here().stream.mark()))
@@ -103,12 +112,24 @@ class SimulatedTransport:
         window.register(self._stream, self._stream.push(window))
         return self._stream.mark()
 
+    def connect_devices(self) -> None:
+        """Have all ranks use the group's devices together. Called by every rank."""
+        self._network.connected.add(self.rank)
+        self._meet(torch.empty(0))
+
     def all_gather(self, rows: Sequence[torch.Tensor], row: torch.Tensor) -> None:
         """Fill ``rows`` with every rank's ``row``, all in host memory, and return when they are there."""
+        touch(row, False, 'gathering')
+        if HOST not in self.memory:
+            self._network.connected.add(self.rank)
+        for target, gathered in zip(rows, self._meet(row)):
+            target.copy_(gathered)
+
+    def _meet(self, row: torch.Tensor) -> List[torch.Tensor]:
+        """Wait until all ranks are here as often as this one; their rows."""
         host, network = here(), self._network
         host.simulation.enter()
         network.check()
-        touch(row, False, 'gathering')
         number = len(network.gathered[self.rank])
         network.gathered[self.rank].append((row.clone(), host.clock))
         host.simulation.scheduler.changes += 1
@@ -119,9 +140,9 @@ class SimulatedTransport:
         host.wait_until(lambda: is_done() or network.abandoned_by is not None, (), 'gather rows')
         if not is_done():
             network.check()
-        for target, gathered in zip(rows, network.gathered):
-            target.copy_(gathered[number][0])
+        for gathered in network.gathered:
             host.catch_up(gathered[number][1])
+        return [gathered[number][0] for gathered in network.gathered]
 
     def abandon(self) -> List[int]:
         """Fail what any rank has pending, and all later use of the group; the ranks that had abandoned it before.
@@ -159,8 +180,13 @@ class _Network:
         self.links = {pair: _Link(simulation, *pair) for pair in pairs}
         # By (rank, peer): the windows of the rank that hold a message to or from the peer.
         self.windows: Dict[Tuple[int, int], List[_Window]] = {pair: [] for pair in pairs}
+        # The ranks that have used their devices with all others.
+        self.connected: Set[int] = set()
         # By rank: every row so far, and what its host had seen.
         self.gathered: List[List[Tuple[torch.Tensor, Clock]]] = [[] for _ in range(self.size)]
+
+    def is_connected(self) -> bool:
+        return len(self.connected) == self.size
 
     def check(self) -> None:
         if self.abandoned_by is not None:

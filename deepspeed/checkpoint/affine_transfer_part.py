@@ -1,0 +1,179 @@
+# Copyright (c) DeepSpeed Team.
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""One rank's part of a transfer, checked and compiled from what it is asked for, before any buffer is known."""
+
+import hashlib
+from dataclasses import dataclass
+from numbers import Integral
+from operator import index
+from typing import Dict, FrozenSet, Mapping, Sequence
+
+import torch
+
+from .affine_transfer import TransferPlan
+from .affine_transfer_agreement import Terms
+from .affine_transfer_buffers import BufferKey, Shard, check_buffers, check_disjoint, collect, shards_of
+from .affine_transfer_schedule import AffineTransferExecutionError, Schedule, ShardKey, Wire, cutting_of_messages
+from .affine_transfer_staging import Layout
+from .affine_transfer_windows import Window, windows_of
+
+__all__ = ['Part', 'StagingBudget', 'TransferEndpoints', 'TransferStats']
+
+
+@dataclass(frozen=True)
+class TransferEndpoints:
+    """Which rank of the group holds each location: ``{location: rank}`` per side, numbered independently.
+
+    Location 0 of the source and location 0 of the target may be on different ranks; a rank may hold several locations.
+    Equal on all ranks.
+    """
+    source: Mapping[int, int]
+    target: Mapping[int, int]
+
+    def __post_init__(self):
+        for side in ('source', 'target'):
+            try:
+                bound = {index(location): index(rank) for location, rank in getattr(self, side).items()}
+            except (AttributeError, TypeError) as error:
+                raise AffineTransferExecutionError(
+                    f'the {side} endpoints must map locations to ranks, both integers: {error}') from error
+            object.__setattr__(self, side, bound)
+
+    def digest(self) -> str:
+        """A text that is equal for equal endpoints, and short for any number of them."""
+        bound = (sorted(self.source.items()), sorted(self.target.items()))
+        return hashlib.blake2b(repr(bound).encode(), digest_size=8).hexdigest()
+
+    def check_ranks(self, size: int) -> None:
+        """Refuse a location that is bound to a rank outside a group of ``size`` ranks."""
+        for side in ('source', 'target'):
+            for location, rank in getattr(self, side).items():
+                if not 0 <= rank < size:
+                    raise AffineTransferExecutionError(
+                        f'{side} location {location} is bound to rank {rank}, outside the group of {size} ranks')
+
+
+@dataclass(frozen=True)
+class StagingBudget:
+    """The bytes of staging that one peer may occupy on this rank in one direction, and how many peers a rank may send
+    to, and receive from, at a time; equal on every rank.
+
+    A rank that copies between host and device memory of its own counts as one peer more.
+    """
+    bytes_per_peer: int = 1 << 24
+    max_active_peers: int = 16
+
+    def __post_init__(self):
+        for name in ('bytes_per_peer', 'max_active_peers'):
+            value = getattr(self, name)
+            if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+                raise AffineTransferExecutionError(f'{name} must be a positive integer, not {value!r}')
+            object.__setattr__(self, name, int(value))
+
+
+@dataclass(frozen=True)
+class TransferStats:
+    """What one ``execute`` did on this rank.
+
+    A chunk is a segment or a part of one that was cut; a round is at most one message to and from each active peer, so
+    a rank that only copies has none.
+    Sent and received bytes are those that travelled, locally copied ones are counted in the target's dtype.
+    """
+    segments: int
+    chunks: int
+    rounds: int
+    local_copy_bytes: int
+    sent_bytes: int
+    received_bytes: int
+    peak_host_staging_bytes: int
+    peak_device_staging_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's part of a transfer, as far as the arguments of its construction tell: no buffer is known yet."""
+    is_named: bool
+    source_dtype: torch.dtype
+    dtype: torch.dtype
+    budget: StagingBudget
+    endpoints: TransferEndpoints
+    schedule: Schedule
+    windows: Sequence[Window]
+    sources: Mapping[ShardKey, Shard]
+    targets: Mapping[ShardKey, Shard]
+
+    @classmethod
+    def of(cls, plans, endpoints: TransferEndpoints, source_dtype, dtype, budget: StagingBudget, rank: int,
+           size: int) -> 'Part':
+        """The part of ``rank`` of ``size``. Raises AffineTransferExecutionError for arguments that cannot be meant."""
+        is_named = isinstance(plans, Mapping)
+        plans = plans if is_named else {'': plans}
+        for name, plan in plans.items():
+            if not isinstance(name, str) or not isinstance(plan, TransferPlan):
+                raise AffineTransferExecutionError(f'plans must be a TransferPlan or a dict of them by name, but '
+                                                   f'{name!r} has a {type(plan).__name__}')
+        if not isinstance(dtype, torch.dtype) or not isinstance(source_dtype, torch.dtype):
+            raise AffineTransferExecutionError(f'dtypes must be torch dtypes, not {dtype!r} and {source_dtype!r}')
+        for what, value, expected in (('endpoints', endpoints, TransferEndpoints), ('budget', budget, StagingBudget)):
+            if not isinstance(value, expected):
+                raise AffineTransferExecutionError(
+                    f'{what} must be of type {expected.__name__}, not {type(value).__name__}')
+        endpoints.check_ranks(size)
+        wire = Wire.between(source_dtype.itemsize, dtype.itemsize, source_dtype != dtype)
+        schedule = Schedule.build(plans, endpoints.source, endpoints.target, rank, wire, budget.bytes_per_peer)
+        source_shapes = {name: plan.source_shard_shapes for name, plan in plans.items()}
+        target_shapes = {name: plan.target_shard_shapes for name, plan in plans.items()}
+        return cls(is_named, source_dtype, dtype, budget, endpoints, schedule,
+                   windows_of(schedule, rank, size, budget.max_active_peers),
+                   shards_of(source_shapes, endpoints.source, rank, schedule.source_extents),
+                   shards_of(target_shapes, endpoints.target, rank, schedule.target_extents))
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        return self.source_dtype if self.schedule.wire.source_is_wire else self.dtype
+
+    def terms(self, transport_memory: FrozenSet[str]) -> Terms:
+        """What the ranks must agree on."""
+        settings = {
+            'dtype': str(self.dtype),
+            'source dtype': str(self.source_dtype),
+            'bytes per peer': str(self.budget.bytes_per_peer),
+            'max active peers': str(self.budget.max_active_peers),
+            'memory of messages': ' and '.join(sorted(transport_memory)),
+            'cutting of messages': cutting_of_messages(),
+            # Where ranks bind a location to one another, each would leave its copy to the other one.
+            'digest of the endpoints': self.endpoints.digest()
+        }
+        return Terms(settings, self.schedule.send_digests, self.schedule.receive_digests)
+
+    def collect(self, source_buffers, target_buffers) -> Dict[BufferKey, torch.Tensor]:
+        """The buffers of both sides; refuses what is no dict of tensors."""
+        if not self.is_named:
+            source_buffers, target_buffers = {'': source_buffers}, {'': target_buffers}
+        return {**collect('source', source_buffers), **collect('target', target_buffers)}
+
+    def check(self, buffers: Mapping[BufferKey, torch.Tensor]) -> None:
+        """Refuse buffers that cannot stand for this rank's shards."""
+        sources, targets = ({
+            shard: tensor
+            for (of, shard), tensor in buffers.items() if of == side
+        } for side in ('source', 'target'))
+        check_buffers('source', sources, self.sources, self.source_dtype)
+        check_buffers('target', targets, self.targets, self.dtype)
+        check_disjoint(sources, targets)
+
+    def stats(self, layout: Layout) -> TransferStats:
+        """What every call with this layout does; the seconds are left to it."""
+        schedule, itemsize = self.schedule, self.schedule.wire.itemsize
+        return TransferStats(segments=schedule.segments,
+                             chunks=schedule.chunks,
+                             rounds=len(self.windows),
+                             local_copy_bytes=sum(chunk.numel for chunk in schedule.local) * self.dtype.itemsize,
+                             sent_bytes=schedule.sent_numel * itemsize,
+                             received_bytes=schedule.received_numel * itemsize,
+                             peak_host_staging_bytes=layout.host_staging_bytes,
+                             peak_device_staging_bytes=layout.device_staging_bytes,
+                             seconds=0.)
