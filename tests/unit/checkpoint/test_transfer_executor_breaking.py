@@ -19,9 +19,8 @@ from deepspeed.checkpoint.affine_transfer_executor import (AffineTransferExecuti
                                                            StagingBudget, TransferEndpoints)
 from deepspeed.checkpoint.affine_transfer_mover import Mover
 from deepspeed.checkpoint.affine_transfer_transport import LoneTransport, ProcessGroupTransport
-from unit.checkpoint.test_transfer_executor_faults import FaultyGroup, text_of
-from unit.checkpoint.test_transfer_executor_ranks import world
 from unit.checkpoint.transfer_cases import line_plan
+from unit.checkpoint.transfer_groups import MESSAGES, text_of, with_fault, world
 from unit.ranks import run_ranks
 
 NUMEL = 40
@@ -58,7 +57,7 @@ def execute_while_another_one_is_midway(rank):
         # The receiver waits for more of this executor's messages, and would take the other one's for them.
         time.sleep(0.3 if rank == 0 else 0)
 
-    group = FaultyGroup(world(), 5, let_the_other_begin)
+    group = with_fault(world(), MESSAGES, 5, let_the_other_begin)
     first, targets = across(group), [strided(torch.zeros(NUMEL)) for _ in range(2)]
 
     def move_through_another():
@@ -164,15 +163,6 @@ def test_quantized_buffers_whose_scales_may_differ_are_refused():
     executor = AffineTransferExecutor(LINE, HERE, dtype=torch.qint8)
     with pytest.raises(AffineTransferExecutionError, match='does not store the values it shows'):
         executor.execute({0: source}, {0: target})
-
-
-@pytest.mark.parametrize('options, words', [
-    (dict(endpoints={0: 0}), 'endpoints must be of type TransferEndpoints, not dict'),
-    (dict(endpoints=HERE, budget=64), 'budget must be of type StagingBudget, not int'),
-])
-def test_arguments_of_another_type_are_refused_by_name(options, words):
-    with pytest.raises(AffineTransferExecutionError, match=f'transfer refused before it began: rank 0: {words}'):
-        AffineTransferExecutor(LINE, dtype=torch.float32, **options)
 
 
 # Ctrl-C and signal handlers

@@ -2,16 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""Transfers between gloo ranks, each a process: what arrives, through which groups, within which bounds."""
+"""Transfers between gloo ranks, each a process: what arrives, through which groups, from and into which memory."""
 
-import ctypes
-import gc
-import os
-import sys
-from collections import Counter
-from contextlib import nullcontext
 from datetime import timedelta
-from unittest import mock
 
 import torch
 import torch.distributed as torch_dist
@@ -22,24 +15,11 @@ from deepspeed.checkpoint.affine import contiguous_split_map, flat_range_map
 from deepspeed.checkpoint.affine_transfer import plan_transfer
 from deepspeed.checkpoint.affine_transfer_executor import (AffineTransferExecutor, StagingBudget, TransferEndpoints,
                                                            execute_transfer)
-from unit.checkpoint.test_transfer_executor_buffers import AllocatingCalls
 from unit.checkpoint.transfer_cases import RandomTransfer, line_plan, tensors_of
-from unit.ranks import rank_folder, run_ranks
+from unit.checkpoint.transfer_groups import MESSAGES, WatchedGroup, gloo_outside_any_world, store, world
+from unit.ranks import run_ranks
 
 NAN = float('nan')
-
-
-def world():
-    return torch_dist.distributed_c10d._get_default_group()
-
-
-def store(name, size):
-    return torch_dist.FileStore(os.path.join(rank_folder(), name), size)
-
-
-def gloo_outside_any_world(name, rank, size, timeout_s=30):
-    return torch_dist.ProcessGroupGloo(store(name, size), rank, size, timedelta(seconds=timeout_s))
-
 
 # Random transfers
 
@@ -48,15 +28,14 @@ def move_random_parameters(rank, seed, size):
     """One random transfer, the same on every rank but for what each rank holds of it; returns elements compared."""
     transfer = RandomTransfer(seed, size)
     affine_transfer_schedule.ALONE_BYTES_BY_BARE_ENDS = transfer.alone_bytes
-    executor = transfer.executor(rank, world())
+    calls = []
+    executor = transfer.executor(rank, WatchedGroup(world(), lambda *call: calls.append(call)))
     sources, targets = transfer.buffers(rank)
     stats = executor.execute(tensors_of(sources), tensors_of(targets))
     transfer.check(targets)
-    peers = [
-        min(len(side), transfer.budget.max_active_peers)
-        for side in (executor._schedule.sends, executor._schedule.receives)
-    ]
-    assert stats.peak_host_staging_bytes <= transfer.budget.bytes_per_peer * sum(peers)
+    peers = [len({args[1] for name, args in calls if name == method}) for method in MESSAGES]
+    active = sum(min(count, transfer.budget.max_active_peers) for count in peers)
+    assert stats.peak_host_staging_bytes <= transfer.budget.bytes_per_peer * active
     return sum(guarded.tensor.numel() for guarded in targets.values()), stats.sent_bytes, stats.received_bytes
 
 
@@ -145,6 +124,18 @@ def test_a_subgroup_is_addressed_by_its_own_ranks():
     assert run_ranks(subgroup_and_bystander, 4) == [True] * 4
 
 
+def world_group_of_deepspeed(rank):
+    dist.init_distributed('gloo', auto_mpi_discovery=False, verbose=False)
+    return move_halves(dist.new_group([0, 1]), (0, 1), (1, 0))[0]
+
+
+def test_a_group_made_by_deepspeed_comm_carries_a_transfer():
+    assert run_ranks(world_group_of_deepspeed, 2) == [True, True]
+
+
+# What a rank does
+
+
 def holders_of_neither_end(rank):
     correct, stats = move_halves(world(), (1, 3), (3, 1))
     return correct, stats.segments, stats.rounds, stats.sent_bytes + stats.received_bytes
@@ -156,7 +147,24 @@ def test_ranks_that_hold_neither_end_take_part_without_traffic():
     assert all(correct for correct, *_ in results)
 
 
-# What a rank does
+def uneven_and_empty_shards(rank):
+    """6 elements from shards of [2, 2, 2, 0] to shards of 2 on 3 ranks; the empty ones are passed all the same."""
+    plan = plan_transfer(contiguous_split_map((6, ), [2, 2, 2], 0), contiguous_split_map((6, ), [2, 2, 2, 0], 0))
+    endpoints = TransferEndpoints({place: place for place in range(4)}, {0: 2, 1: 3, 2: 0})
+    target = torch.full((2, ), NAN)
+    targets = {place: target for place, owner in endpoints.target.items() if owner == rank}
+    targets.setdefault(7, torch.zeros(0))
+    execute_transfer(plan, {rank: torch.arange(6.)[2 * rank:2 * rank + 2]},
+                     targets,
+                     endpoints,
+                     torch.float32,
+                     group=world())
+    return target.tolist() if 7 not in endpoints.target and len(targets) == 2 else None
+
+
+def test_empty_shards_send_nothing_and_are_never_missing():
+    results = run_ranks(uneven_and_empty_shards, 4)
+    assert results == [[4, 5], None, [0, 1], [2, 3]]
 
 
 def source_and_target_on_both_ranks(rank):
@@ -182,28 +190,10 @@ def test_the_statistics_say_what_each_rank_did():
     assert run_ranks(source_and_target_on_both_ranks, 2) == [(2, 6, 5, 100, 20, 0, 8, 0), (2, 6, 5, 80, 0, 20, 0, 0)]
 
 
-class RecordingGroup:
-    """A group object that notes where the tensors of each message lie."""
-
-    def __init__(self, group):
-        self._group = group
-        self.addresses = []
-
-    def __getattr__(self, name):
-        method = getattr(self._group, name)
-        if name not in ('send', 'recv'):
-            return method
-
-        def noted(tensors, *args):
-            self.addresses.append((tensors[0].data_ptr(), tensors[0].nbytes))
-            return method(tensors, *args)
-
-        return noted
-
-
 def contiguous_both_ends(rank):
     numel = 3 * (1 << 19)
-    group = RecordingGroup(world())
+    messages = []
+    group = WatchedGroup(world(), lambda name, args: messages.extend(args[0]) if name in MESSAGES else None)
     plan = line_plan((0, 8, 0, 4, numel), source_numels={0: numel + 8}, target_numels={0: numel + 4})
     values = torch.arange(numel + 8.)
     buffer = values.clone() if rank == 0 else torch.zeros(numel + 4)
@@ -211,8 +201,8 @@ def contiguous_both_ends(rank):
     stats = executor.execute({0: buffer} if rank == 0 else {}, {0: buffer} if rank else {})
     begin = buffer.data_ptr() + (4 if rank else 8) * 4
     assert rank == 0 or torch.equal(buffer[4:], values[8:])
-    inside = [begin <= address and address + nbytes <= begin + numel * 4 for address, nbytes in group.addresses]
-    return all(inside), sum(nbytes for _, nbytes in group.addresses) // 4, stats.peak_host_staging_bytes
+    inside = [begin <= sent.data_ptr() and sent.data_ptr() + sent.nbytes <= begin + numel * 4 for sent in messages]
+    return all(inside), sum(sent.numel() for sent in messages), stats.peak_host_staging_bytes
 
 
 def test_long_runs_that_are_contiguous_and_need_no_conversion_travel_from_and_into_the_buffers():
@@ -251,215 +241,3 @@ def same_plan_into_a_window(rank):
 
 def test_only_the_end_with_a_strided_buffer_stages():
     assert run_ranks(same_plan_into_a_window, 2) == [0, 1 << 21]
-
-
-def peaks_of_one_sender_and_two_receivers(rank):
-    """Strided on both ends, so everything is staged: (1000, 64) columns to ranks 1 and 2."""
-    shape = (1000, 64)
-    plan = plan_transfer(contiguous_split_map(shape, [32, 32], 1), contiguous_split_map(shape, [1000], 0))
-    executor = AffineTransferExecutor(plan,
-                                      TransferEndpoints({0: 0}, {
-                                          0: 1,
-                                          1: 2
-                                      }),
-                                      dtype=torch.float32,
-                                      budget=StagingBudget(10_000),
-                                      group=world())
-    values = torch.arange(64000.).view(shape)
-    base = torch.zeros(1000, 40)
-    stats = executor.execute({0: values} if rank == 0 else {}, {rank - 1: base[:, :32]} if rank else {})
-    assert rank == 0 or torch.equal(base[:, :32], values.split(32, dim=1)[rank - 1])
-    return stats.peak_host_staging_bytes, stats.rounds, stats.sent_bytes
-
-
-def test_staging_stays_within_bytes_per_peer_times_peers_while_much_more_is_moved():
-    """A message holds 39 rows of 128 bytes (half of 10,000 bytes), two messages are staged per peer and direction."""
-    assert run_ranks(peaks_of_one_sender_and_two_receivers, 3) == [(4 * 39 * 128, 26, 256_000), (2 * 39 * 128, 26, 0),
-                                                                   (2 * 39 * 128, 26, 0)]
-
-
-def growth_while_columns_move(rank):
-    """Converted columns, 64 KiB and then 32 MiB of them: the peak growth and the staging, in bytes."""
-    for rows in (1 << 6, 1 << 14):
-        shape = (rows, 1 << 10)
-        plan = plan_transfer(contiguous_split_map(shape, [1 << 9] * 2, 1), contiguous_split_map(shape, [rows], 0))
-        full = torch.full(shape, float(rank + 1), dtype=torch.bfloat16 if rank else torch.float32)
-        halves = dict(enumerate(full.split(1 << 9, dim=1)))
-        before = memory_of_process('VmRSS')
-        with open('/proc/self/clear_refs', 'w') as clear_refs:
-            clear_refs.write('5')  # the peak starts anew
-        executor = AffineTransferExecutor(plan,
-                                          TransferEndpoints({0: 0}, {
-                                              0: 1,
-                                              1: 1
-                                          }),
-                                          dtype=torch.bfloat16,
-                                          source_dtype=torch.float32,
-                                          budget=StagingBudget(1 << 20),
-                                          group=world())
-        stats = executor.execute({0: full} if rank == 0 else {}, halves if rank else {})
-        growth = memory_of_process('VmHWM') - before
-        assert full.eq(1).all()
-    return growth, stats.peak_host_staging_bytes
-
-
-def memory_of_process(name):
-    with open('/proc/self/status') as status:
-        return next(int(line.split()[1]) << 10 for line in status if line.startswith(name))
-
-
-def test_a_process_grows_by_its_staging_while_it_moves_32_times_as_much():
-    for growth, staging in run_ranks(growth_while_columns_move, 2):
-        assert staging == 1 << 20
-        assert growth < staging + (2 << 20)
-
-
-def repeat_and_count_allocations(rank):
-    plan = plan_transfer(contiguous_split_map((30, 8), [3, 5], 1), contiguous_split_map((30, 8), [11, 19], 0))
-    small = line_plan((0, 0, 1, 0, 3), source_numels={0: 3}, target_numels={1: 3})
-    endpoints = TransferEndpoints({0: 0, 1: 1}, {0: 1, 1: 2})
-    executor = AffineTransferExecutor({
-        'w': plan,
-        'bias': small
-    },
-                                      endpoints,
-                                      dtype=torch.bfloat16,
-                                      source_dtype=torch.float32,
-                                      budget=StagingBudget(64),
-                                      group=world())
-    allocating = []
-    for step in range(4):
-        full, bias = torch.arange(240.).view(30, 8) + step, torch.arange(3.) + step
-        sources = {'w': {rank: full.split([11, 19])[rank]} if rank < 2 else {}, 'bias': {0: bias} if rank == 0 else {}}
-        targets = {'w': {}, 'bias': {}}
-        if rank:
-            targets['w'][rank - 1] = torch.zeros((30, 3 if rank == 1 else 5), dtype=torch.bfloat16)
-        if rank == 2:
-            targets['bias'][1] = torch.zeros(3, dtype=torch.bfloat16)
-        with AllocatingCalls() as calls:
-            executor.execute(sources, targets)
-        allocating.append(len(calls.names))
-        if rank:
-            assert torch.equal(targets['w'][rank - 1], full.split([3, 5], dim=1)[rank - 1].to(torch.bfloat16))
-    return allocating[1:]
-
-
-def test_later_executes_allocate_no_tensor_and_bring_the_new_values():
-    assert run_ranks(repeat_and_count_allocations, 3) == [[0, 0, 0]] * 3
-
-
-def what_later_executes_call(rank):
-    """The names of the group's methods that a second execute calls, with other buffers, and how often."""
-    group = CountingGroup(world())
-    executor = AffineTransferExecutor(line_plan((0, 0, 0, 0, 64)),
-                                      TransferEndpoints({0: 0}, {0: 1}),
-                                      dtype=torch.float32,
-                                      budget=StagingBudget(64),
-                                      group=group)
-    for step in range(2):
-        group.calls.clear()
-        buffers = {0: torch.full((64, ), float(step))}
-        with mock.patch(
-                'deepspeed.checkpoint.affine_transfer_executor.lay_out') if step else nullcontext() as planning:
-            executor.execute(buffers if rank == 0 else {}, buffers if rank else {})
-    return dict(group.calls), planning.call_count
-
-
-class CountingGroup:
-    """A group object that counts the calls of its methods, with the size of the rows that are gathered."""
-
-    def __init__(self, group):
-        self._group = group
-        self.calls = Counter()
-
-    def __getattr__(self, name):
-        attribute = getattr(self._group, name)
-        if not callable(attribute):
-            return attribute
-
-        def counted(*args):
-            self.calls[(name, args[1].nbytes) if name == '_allgather_base' else name] += 1
-            return attribute(*args)
-
-        return counted
-
-
-def test_a_later_execute_gathers_two_small_rows_and_plans_nothing():
-    calls, again = run_ranks(what_later_executes_call, 2)
-    assert calls == ({('_allgather_base', 64): 2, 'send': 8}, 0)
-    assert again == ({('_allgather_base', 64): 2, 'recv': 8}, 0)
-
-
-class Mallinfo2(ctypes.Structure):
-    """What glibc's mallinfo2 returns; ``uordblks`` and ``hblkhd`` are the bytes in use, on the heaps and mapped."""
-    _fields_ = [(name, ctypes.c_size_t) for name in ('arena', 'ordblks', 'smblks', 'hblks', 'hblkhd', 'usmblks',
-                                                     'fsmblks', 'uordblks', 'fordblks', 'keepcost')]
-
-
-def in_use():
-    """(open files, threads, Python's blocks, bytes of malloc) of this process.
-
-    Resident memory is no measure here: it moves by more than a leak would, with what malloc keeps for itself.
-    """
-    gc.collect()
-    mallinfo2 = ctypes.CDLL(None).mallinfo2
-    mallinfo2.restype = Mallinfo2
-    used = mallinfo2()
-    return (len(os.listdir('/proc/self/fd')), len(os.listdir('/proc/self/task')), sys.getallocatedblocks(),
-            used.uordblks + used.hblkhd)
-
-
-def ten_thousand_small_transfers(rank):
-    """What is in use after 10,000 executes less what was after the first 1,000 of them."""
-    plan = line_plan((0, 0, 0, 0, 64), source_numels={0: 64}, target_numels={0: 64})
-    executor = AffineTransferExecutor(plan,
-                                      TransferEndpoints({0: 0}, {0: 1}),
-                                      dtype=torch.bfloat16,
-                                      source_dtype=torch.float32,
-                                      budget=StagingBudget(64),
-                                      group=world())
-    source, target = torch.zeros(64), torch.zeros(64, dtype=torch.bfloat16)
-    for step in range(10000):
-        source.fill_(step % 256)
-        executor.execute({0: source} if rank == 0 else {}, {0: target} if rank else {})
-        assert rank == 0 or target.eq(step % 256).all()
-        if step == 999:
-            in_use()
-            before = in_use()
-    return tuple(after - begin for after, begin in zip(in_use(), before))
-
-
-def test_ten_thousand_executes_open_no_files_start_no_threads_and_keep_no_memory():
-    """One small object kept by every execute would be 9,000 blocks, or 288,000 bytes where it is not Python's."""
-    for files, threads, blocks, nbytes in run_ranks(ten_thousand_small_transfers, 2):
-        assert files <= 0 and threads <= 0, (files, threads)
-        assert blocks < 1000 and nbytes < 1 << 16, (blocks, nbytes)
-
-
-def uneven_and_empty_shards(rank):
-    """6 elements from shards of [2, 2, 2, 0] to shards of 2 on 3 ranks; the empty ones are passed all the same."""
-    plan = plan_transfer(contiguous_split_map((6, ), [2, 2, 2], 0), contiguous_split_map((6, ), [2, 2, 2, 0], 0))
-    endpoints = TransferEndpoints({place: place for place in range(4)}, {0: 2, 1: 3, 2: 0})
-    target = torch.full((2, ), NAN)
-    targets = {place: target for place, owner in endpoints.target.items() if owner == rank}
-    targets.setdefault(7, torch.zeros(0))
-    execute_transfer(plan, {rank: torch.arange(6.)[2 * rank:2 * rank + 2]},
-                     targets,
-                     endpoints,
-                     torch.float32,
-                     group=world())
-    return target.tolist() if 7 not in endpoints.target and len(targets) == 2 else None
-
-
-def test_empty_shards_send_nothing_and_are_never_missing():
-    results = run_ranks(uneven_and_empty_shards, 4)
-    assert results == [[4, 5], None, [0, 1], [2, 3]]
-
-
-def world_group_of_deepspeed(rank):
-    dist.init_distributed('gloo', auto_mpi_discovery=False, verbose=False)
-    return move_halves(dist.new_group([0, 1]), (0, 1), (1, 0))[0]
-
-
-def test_a_group_made_by_deepspeed_comm_carries_a_transfer():
-    assert run_ranks(world_group_of_deepspeed, 2) == [True, True]

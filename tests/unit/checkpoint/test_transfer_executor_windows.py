@@ -17,8 +17,8 @@ from deepspeed.checkpoint.affine_transfer_executor import (AffineTransferExecuti
                                                            StagingBudget, TransferEndpoints)
 from deepspeed.checkpoint.affine_transfer_transport import ProcessGroupTransport
 from deepspeed.checkpoint.affine_transfer_windows import windows_of
-from unit.checkpoint.test_transfer_executor_ranks import world
 from unit.checkpoint.transfer_cases import line_plan
+from unit.checkpoint.transfer_groups import world
 from unit.ranks import run_ranks
 
 

@@ -1,0 +1,67 @@
+# Copyright (c) DeepSpeed Team.
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""Groups of gloo ranks for the executor's tests, group objects that are watched or disturbed, and what is told."""
+
+import itertools
+import os
+from datetime import timedelta
+
+import pytest
+import torch.distributed as torch_dist
+
+from deepspeed.checkpoint.affine_transfer_executor import AffineTransferExecutionError
+from unit.ranks import rank_folder
+
+# The methods of a group object that an executor moves payload with, and the one that it exchanges status with.
+MESSAGES = ('send', 'recv')
+EXCHANGES = ('_allgather_base', )
+
+
+def world():
+    return torch_dist.distributed_c10d._get_default_group()
+
+
+def store(name, size):
+    return torch_dist.FileStore(os.path.join(rank_folder(), name), size)
+
+
+def gloo_outside_any_world(name, rank, size, timeout_s=30):
+    return torch_dist.ProcessGroupGloo(store(name, size), rank, size, timedelta(seconds=timeout_s))
+
+
+class WatchedGroup:
+    """A group object that calls ``before(name, args)`` ahead of each call of one of its methods."""
+
+    def __init__(self, group, before):
+        self._group, self._before = group, before
+
+    def __getattr__(self, name):
+        attribute = getattr(self._group, name)
+        if not callable(attribute):
+            return attribute
+
+        def watched(*args):
+            self._before(name, args)
+            return attribute(*args)
+
+        return watched
+
+
+def with_fault(group, names, number, fault):
+    """The group, but for something else that its ``number``-th call, from 0 on, of one of these methods does first."""
+    numbers = itertools.count()
+
+    def before(name, _):
+        if name in names and next(numbers) == number:
+            fault()
+
+    return WatchedGroup(group, before)
+
+
+def text_of(call):
+    """The text of the error that an executor's call must raise."""
+    with pytest.raises(AffineTransferExecutionError) as caught:
+        call()
+    return str(caught.value)
