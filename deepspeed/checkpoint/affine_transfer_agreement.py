@@ -180,10 +180,11 @@ def _as_json(terms: Terms) -> str:
 def _differences(told: List[dict]) -> List[str]:
     """What differs between the terms that each rank told: the settings first, then pair by pair."""
     differences = []
-    for name in told[0]['settings']:
+    # Ranks with another version of this file may have other settings.
+    for name in sorted({name for terms in told for name in terms['settings']}):
         ranks_by_value: Dict[str, List[int]] = {}
         for rank, terms in enumerate(told):
-            ranks_by_value.setdefault(terms['settings'][name], []).append(rank)
+            ranks_by_value.setdefault(terms['settings'].get(name, 'unknown'), []).append(rank)
         if len(ranks_by_value) > 1:
             values = ', '.join(f'{value} on {ranks_text(ranks)}' for value, ranks in ranks_by_value.items())
             differences.append(f'{name}: {values}')

@@ -23,7 +23,7 @@ from .affine_transfer_memory import accelerator_device
 from .affine_transfer_schedule import AffineTransferExecutionError, ShardKey, of_parameter
 
 __all__ = [
-    'BufferKey', 'Shard', 'shards_of', 'collect', 'signature', 'check_buffers', 'check_disjoint', 'Axis', 'Copy',
+    'BufferKey', 'Shard', 'shards_of', 'collect', 'signature', 'check_buffers', 'check_disjoint', 'Axis', 'BoxPair',
     'axes_of', 'readdress'
 ]
 
@@ -41,14 +41,14 @@ class Shard:
     extent: int
 
 
-def shards_of(shapes_by_name: Mapping[str, Mapping[int, Sequence[int]]], ranks: Mapping[int, int], rank: int,
-              extents: Mapping[ShardKey, int]) -> Dict[ShardKey, Shard]:
+def shards_of(side: str, shapes_by_name: Mapping[str, Mapping[int, Sequence[int]]], ranks: Mapping[int, int],
+              rank: int, extents: Mapping[ShardKey, int]) -> Dict[BufferKey, Shard]:
     """The shards of one side that ``rank`` may pass buffers for: those that it is bound to and that hold something.
 
     ``extents`` has the shards that segments of this rank touch. Raises AffineTransferExecutionError when a segment
     reaches past the end of its shard.
     """
-    shards = {key: Shard(None, extent) for key, extent in extents.items()}
+    shards = {(side, key): Shard(None, extent) for key, extent in extents.items()}
     for name, shapes in shapes_by_name.items():
         for location, shape in shapes.items():
             if ranks.get(location) != rank or prod(shape) == 0:
@@ -58,7 +58,7 @@ def shards_of(shapes_by_name: Mapping[str, Mapping[int, Sequence[int]]], ranks: 
                 raise AffineTransferExecutionError(
                     f'the plan{of_parameter(name)} addresses {extent} elements of location {location}, whose shard '
                     f'{tuple(shape)} has {prod(shape)}')
-            shards[name, location] = Shard(tuple(shape), extent)
+            shards[side, (name, location)] = Shard(tuple(shape), extent)
     return shards
 
 
@@ -70,14 +70,16 @@ def collect(side: str, buffers: Mapping[str, Mapping[int, torch.Tensor]]) -> Dic
     tensors: Dict[BufferKey, torch.Tensor] = {}
     for name, by_location in _items(f'the {side} buffers', buffers):
         for location, tensor in _items(f'the {side} buffers{of_parameter(name)}', by_location):
+            key = (side, (name, location))
             if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-                raise AffineTransferExecutionError(f'{_buffer(side, name, location)} is no strided tensor but a '
+                raise AffineTransferExecutionError(f'{_buffer(key)} is no strided tensor but a '
                                                    f'{type(tensor).__name__}')
+            if tensor.numel() == 0:
+                continue
             # A DTensor or another class that interprets operations itself need not have storage of the shape it shows.
             if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-                _refuse_view(_buffer(side, name, location), tensor)
-            if tensor.numel() > 0:
-                tensors[side, (name, location)] = tensor
+                _refuse_view(_buffer(key), tensor)
+            tensors[key] = tensor
     return tensors
 
 
@@ -90,31 +92,32 @@ def _items(what: str, mapping):
 def signature(tensors: Mapping[BufferKey, torch.Tensor]) -> Tuple:
     """All that the checks below read of collected buffers: where signatures are equal, so is their answer."""
     return tuple((key, type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.data_ptr(),
-                  tensor.untyped_storage().nbytes(), tensor.is_conj(), tensor.is_neg())
+                  tensor.storage_offset(), tensor.untyped_storage().nbytes(), tensor.is_conj(), tensor.is_neg())
                  for key, tensor in tensors.items())
 
 
-def check_buffers(side: str, tensors: Mapping[ShardKey, torch.Tensor], shards: Mapping[ShardKey, Shard],
-                  dtype: torch.dtype) -> None:
+def check_buffers(tensors: Mapping[BufferKey, torch.Tensor], shards: Mapping[BufferKey, Shard],
+                  dtype_by_side: Mapping[str, torch.dtype]) -> None:
     """Refuse the first buffer that is missing, belongs to another rank, or cannot stand for its shard.
 
     Raises AffineTransferExecutionError.
     """
     for key, tensor in tensors.items():
-        what = _buffer(side, *key)
+        what, (side, (name, _)) = _buffer(key), key
         if key not in shards:
-            mine = sorted(location for name, location in shards if name == key[0])
+            mine = sorted(location for of_side, (of_name, location) in shards if (of_side, of_name) == (side, name))
             where = f"this rank's {side} locations are {mine}" if mine else f'this rank has no {side} of that name'
             raise AffineTransferExecutionError(f'{what} is foreign: {where}')
-        _check_storage(what, tensor, dtype)
+        _check_storage(what, tensor, dtype_by_side[side])
         _check_shape(what, tensor, shards[key])
     for key, shard in shards.items():
         if shard.extent > 0 and key not in tensors:
             held = f'{shard.extent} elements or more' if shard.shape is None else f'a shard of shape {shard.shape}'
-            raise AffineTransferExecutionError(f'{_buffer(side, *key)} is missing or empty: this rank holds {held}')
+            raise AffineTransferExecutionError(f'{_buffer(key)} is missing or empty: this rank holds {held}')
 
 
-def _buffer(side: str, name: str, location: int) -> str:
+def _buffer(key: BufferKey) -> str:
+    side, (name, location) = key
     return f'the {side} buffer of location {location!r}{of_parameter(name)}'
 
 
@@ -174,12 +177,16 @@ class _Addresses:
         }
 
 
-def check_disjoint(sources: Mapping[ShardKey, torch.Tensor], targets: Mapping[ShardKey, torch.Tensor]) -> None:
+def check_disjoint(tensors: Mapping[BufferKey, torch.Tensor]) -> None:
     """Refuse a target that shares elements with another target or with a source of this process.
 
     Views may interleave, as column windows of one weight do, as long as no byte belongs to both.
     """
-    spans = [*_spans('source', sources), *_spans('target', targets)]
+    spans = [
+        _Span(tensor.data_ptr(),
+              tensor.data_ptr() + _reach(tensor) * tensor.element_size(), key, tensor)
+        for key, tensor in tensors.items()
+    ]
     # The accelerator's addresses may be equal to the host's.
     for is_cpu in (True, False):
         group: List[_Span] = []
@@ -197,14 +204,12 @@ class _Span(NamedTuple):
     """A buffer, and the addresses in bytes [begin, end) that it reaches over."""
     begin: int
     end: int
-    side: str
-    key: ShardKey
+    key: BufferKey
     tensor: torch.Tensor
 
-
-def _spans(side: str, tensors: Mapping[ShardKey, torch.Tensor]) -> Iterator[_Span]:
-    for key, tensor in tensors.items():
-        yield _Span(tensor.data_ptr(), tensor.data_ptr() + _reach(tensor) * tensor.element_size(), side, key, tensor)
+    @property
+    def is_target(self) -> bool:
+        return self.key[0] == 'target'
 
 
 def _reach(tensor: torch.Tensor) -> int:
@@ -214,12 +219,11 @@ def _reach(tensor: torch.Tensor) -> int:
 
 def _check_apart(group: List[_Span]) -> None:
     """Refuse two buffers of a group that share a byte, one of them a target."""
-    if len(group) < 2 or all(span.side == 'source' for span in group):
+    if len(group) < 2 or not any(span.is_target for span in group):
         return
     for first, second in _meeting_spans(group):
-        if 'target' in (first.side, second.side):
-            raise AffineTransferExecutionError(
-                f'{_buffer(first.side, *first.key)} and {_buffer(second.side, *second.key)} share memory')
+        if first.is_target or second.is_target:
+            raise AffineTransferExecutionError(f'{_buffer(first.key)} and {_buffer(second.key)} share memory')
 
 
 def _meeting_spans(group: List[_Span]) -> Iterator[Tuple[_Span, _Span]]:
@@ -273,7 +277,7 @@ def axes_of(tensor: torch.Tensor) -> Tuple[Axis, ...]:
 
 
 @dataclass(frozen=True)
-class Copy:
+class BoxPair:
     """A box of elements at two places, each an offset and strides in elements."""
     shape: Tuple[int, ...]
     offset: int
@@ -281,25 +285,26 @@ class Copy:
     other_offset: int
     other_strides: Tuple[int, ...]
 
-    def turned(self) -> 'Copy':
-        return Copy(self.shape, self.other_offset, self.other_strides, self.offset, self.strides)
+    def turned(self) -> 'BoxPair':
+        return BoxPair(self.shape, self.other_offset, self.other_strides, self.offset, self.strides)
 
-    def folded(self, dim: int, begin: int, rows: int, row: int) -> 'Copy':
+    def folded(self, dim: int, begin: int, rows: int, row: int) -> 'BoxPair':
         """``rows * row`` elements of a dimension from ``begin`` on, as ``rows`` rows of ``row`` elements."""
         shape = (rows, row) if rows > 1 else (row, )
 
         def fold(strides):
             return (*strides[:dim], *(strides[dim] * step for step in (row, 1)[-len(shape):]), *strides[dim + 1:])
 
-        return Copy((*self.shape[:dim], *shape, *self.shape[dim + 1:]), self.offset + begin * self.strides[dim],
-                    fold(self.strides), self.other_offset + begin * self.other_strides[dim], fold(self.other_strides))
+        return BoxPair((*self.shape[:dim], *shape, *self.shape[dim + 1:]), self.offset + begin * self.strides[dim],
+                       fold(self.strides), self.other_offset + begin * self.other_strides[dim],
+                       fold(self.other_strides))
 
 
-def readdress(copy: Copy, axes: Sequence[Axis]) -> Iterator[Copy]:
+def readdress(copy: BoxPair, axes: Sequence[Axis]) -> Iterator[BoxPair]:
     """The copies that equal ``copy`` when its first place is no longer a shard but the buffer that ``axes`` lead to.
 
     A box stays one box while its elements keep within the axes; a run that continues on the next row of a buffer
-    whose rows are apart is folded into rows. What neither holds for is halved until one does.
+    whose rows are apart is folded or cut into rows. What none of this holds for is halved until it does.
     """
     start = _coordinates(copy.offset, axes)
     steps = [_coordinates(stride, axes) for stride in copy.strides]
@@ -308,10 +313,10 @@ def readdress(copy: Copy, axes: Sequence[Axis]) -> Iterator[Copy]:
         for index, first in enumerate(start)
     ]
     if all(coordinate < axis.size for coordinate, axis in zip(last, axes)):
-        yield Copy(copy.shape, _address(start, axes), tuple(_address(step, axes) for step in steps), copy.other_offset,
-                   copy.other_strides)
+        yield BoxPair(copy.shape, _address(start, axes), tuple(_address(step, axes) for step in steps),
+                      copy.other_offset, copy.other_strides)
         return
-    for part in _folded_at_row_ends(copy, start, steps, axes) or _halves(copy):
+    for part in _cut_at_row_ends(copy, start, steps, axes) or _halves(copy):
         yield from readdress(part, axes)
 
 
@@ -327,18 +332,22 @@ def _address(coordinates: Sequence[int], axes: Sequence[Axis]) -> int:
     return sum(coordinate * axis.stride for coordinate, axis in zip(coordinates, axes))
 
 
-def _folded_at_row_ends(copy: Copy, start, steps, axes: Sequence[Axis]) -> List[Copy]:
+def _cut_at_row_ends(copy: BoxPair, start, steps, axes: Sequence[Axis]) -> List[BoxPair]:
     """The copy in up to three parts: up to the end of the row that it starts in, whole rows, and the rest.
 
-    No parts where rows do not end at regular places along one of its dimensions.
+    Where rows do not all begin at the same place of its run, two parts, apart at the end of a row in its middle. No
+    parts where none of its dimensions runs along one axis past the end of a row.
     """
     for dim, (size, step) in enumerate(zip(copy.shape, steps)):
         along = [index for index, distance in enumerate(step) if distance]
         if size == 1 or len(along) != 1:
             continue
         first, stride, row_size = start[along[0]], step[along[0]], axes[along[0]].size
-        if first + (size - 1) * stride < row_size or row_size % stride:
+        if first + (size - 1) * stride < row_size:
             continue
+        if row_size % stride:
+            middle_row = max(1, (first + size // 2 * stride) // row_size)
+            return _cut(copy, dim, -((first - middle_row * row_size) // stride))
         row = row_size // stride
         # Rows begin where the first one would if it were whole: stride divides the row, so all rows are in phase.
         head = 0 if first < stride else row - first // stride
@@ -348,7 +357,10 @@ def _folded_at_row_ends(copy: Copy, start, steps, axes: Sequence[Axis]) -> List[
     return []
 
 
-def _halves(copy: Copy) -> List[Copy]:
+def _halves(copy: BoxPair) -> List[BoxPair]:
     dim = next(dim for dim, size in enumerate(copy.shape) if size > 1)
-    half = copy.shape[dim] // 2
-    return [copy.folded(dim, 0, 1, half), copy.folded(dim, half, 1, copy.shape[dim] - half)]
+    return _cut(copy, dim, copy.shape[dim] // 2)
+
+
+def _cut(copy: BoxPair, dim: int, at: int) -> List[BoxPair]:
+    return [copy.folded(dim, 0, 1, at), copy.folded(dim, at, 1, copy.shape[dim] - at)]

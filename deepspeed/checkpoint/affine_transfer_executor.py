@@ -16,7 +16,7 @@ all ranks raise AffineTransferExecutionError, naming it and its cause: ``transfe
 ``ranks disagree about the transfer schedule: ...``. Nothing has been written then, and the executor stays usable.
 
 *Failure.* Once bytes move, a lost peer makes every survivor raise, within the group's timeout: what its targets hold
-is undefined, and neither the executor nor the group can be used again. A second exchange ends each ``execute``, so a
+is undefined, and neither the executor nor the group can be used again. Another exchange ends each ``execute``, so a
 rank without any traffic to the lost one learns of it too. When a rank dies within that very exchange, some survivors
 may return, with all of their targets written, and learn of it in their next call. Over NCCL a lost peer is noticed by
 PyTorch's watchdog, which by default ends the process instead.
@@ -36,9 +36,10 @@ that the group's backends take; where they take both, in device memory if all of
 receiver's targets do, else in host memory. Copies within this process stay in device memory when both ends are there.
 When the kind or the strides of a rank's buffers change, that call lays messages out anew.
 
-*Concurrency.* Pairs of ranks take turns, so that no rank has more than ``max_active_peers`` peers in one direction at
-a time, nor hands more than twice as many operations over at once. Half of a peer's budget is on the wire while the
-other half is packed or unpacked.
+*Concurrency.* Messages are handed over in windows, in which no rank has more than ``max_active_peers`` peers in one
+direction, nor more than one message to or from each. A window begins while the one before it travels, so half of a
+peer's budget is on the wire while the other half is packed or unpacked; windows that stage nothing may overlap as long
+as no more than ``4 * max_active_peers`` messages are under way.
 
 *Numbers.* Values become what ``tensor.to(dtype)`` makes of them, converted once: by the sender when the target's
 elements are no larger than the source's, else by the receiver. (NaN stays NaN; which bits it has is torch's affair.)
@@ -55,7 +56,7 @@ from .affine_transfer import TransferPlan
 from .affine_transfer_agreement import Agreement, ranks_text
 from .affine_transfer_buffers import BufferKey, signature
 from .affine_transfer_memory import (HOST, PAGEABLE, PINNED, accelerator_device, may_send_device_memory, memory_of,
-                                     residency_of, wire_memory_of)
+                                     residency_of, wire_memory_by_peer)
 from .affine_transfer_mover import Mover
 from .affine_transfer_part import Part, StagingBudget, TransferEndpoints, TransferStats
 from .affine_transfer_schedule import AffineTransferExecutionError
@@ -94,6 +95,14 @@ class _Geometry(NamedTuple):
         return cls(device, forms, {key: memory_of(tensor, device is not None) for key, tensor in buffers.items()})
 
 
+class _Ready(NamedTuple):
+    """A layout, and what it was made for: this rank's geometry, and where all ranks' buffers are if that matters."""
+    geometry: _Geometry
+    residencies: Optional[List[int]]
+    layout: Layout
+    stats: TransferStats
+
+
 class AffineTransferExecutor:
     """A transfer made ready once, to be executed many times.
 
@@ -101,7 +110,8 @@ class AffineTransferExecutor:
     ``source_dtype`` (``dtype`` when left out) become values of ``dtype``. ``group`` is a process group object whose
     ranks the endpoints name, inside or outside the default world; without one, all copies are within this process.
     Constructed by every rank of the group. Raises AffineTransferExecutionError on all of them when one refuses (a
-    budget below one element, a location bound to no rank of the group, ...), or when they disagree.
+    budget below one element, a location bound to no rank of the group, ...), or when they disagree; TypeError for what
+    is no group that this process could exchange messages with.
     """
 
     def __init__(self,
@@ -117,24 +127,25 @@ class AffineTransferExecutor:
         self._one_at_a_time = one_at_a_time_over(group)
         self._part: Optional[Part] = None
         self._mover: Optional[Mover] = None
-        self._broken: Optional[str] = None
         # Of the buffers that passed the checks last.
         self._signature: Optional[Tuple] = None
         self._geometry: Optional[_Geometry] = None
-        self._layout: Optional[Layout] = None
-        self._laid_out_for: Optional[Tuple] = None
-        self._stats: Optional[TransferStats] = None
-        fault, terms = None, None
-        with self._one_at_a_time, self._giving_up('the ranks could not agree on a transfer, nothing was moved'):
+        self._ready: Optional[_Ready] = None
+        self._broken: Optional[str] = None
+        self._doing = 'the ranks could not agree on a transfer, nothing was moved'
+        with self._one_at_a_time, self._giving_up():
+            fault, terms = None, None
             try:
-                rank, size = self._transport.rank, self._transport.size
-                self._part = Part.of(plans, endpoints, source_dtype or dtype, dtype, budget, rank, size)
+                self._part = Part.of(plans, endpoints, source_dtype or dtype, dtype, budget, self._transport)
                 # Twice as many messages under way as one window may have.
                 self._mover = Mover(self._transport, self._part.schedule.depth, 4 * budget.max_active_peers)
-                terms = self._part.terms(self._transport.memory)
+                terms = self._part.terms
             except Exception as error:
                 fault = error
-            self._agreement.construct(fault, terms)
+            try:
+                self._agreement.construct(fault, terms)
+            finally:
+                fault = None  # whose traceback leads to this frame, and with it to itself
 
     def execute(self, source_buffers: Buffers, target_buffers: Buffers) -> TransferStats:
         """Write the values of all ranks' source buffers into their target buffers. Called by every rank.
@@ -156,35 +167,40 @@ class AffineTransferExecutor:
             if self._broken:
                 raise AffineTransferExecutionError(f'this executor can no longer be used: {self._broken}')
             started = time.perf_counter()
-            with self._giving_up('transfer failed before it began, targets are untouched'):
+            self._doing = 'transfer failed before it began, targets are untouched'
+            with self._giving_up():
                 buffers = self._open(source_buffers, target_buffers)
-            with self._giving_up('transfer failed after it began, targets are undefined'):
+                self._doing = 'transfer failed after it began, targets are undefined'
                 self._void_what_autograd_saved(buffers)
-                self._mover.move(self._layout.bind(buffers))
+                self._mover.move(self._ready.layout.bound(buffers))
                 self._agreement.close()
-            return replace(self._stats, seconds=time.perf_counter() - started)
+            return replace(self._ready.stats, seconds=time.perf_counter() - started)
 
     def _void_what_autograd_saved(self, buffers: Mapping[BufferKey, torch.Tensor]) -> None:
         """Let a backward that needs a target's old values fail; what is received, no operator of torch writes."""
-        for side, shard in buffers:
-            if side == 'target' and shard in self._part.schedule.target_extents:
-                torch.autograd.graph.increment_version(buffers[side, shard])
+        for key, tensor in buffers.items():
+            if key[0] == 'target' and self._part.shards[key].extent > 0:
+                torch.autograd.graph.increment_version(tensor)
 
     @contextmanager
-    def _giving_up(self, told: str):
+    def _giving_up(self):
         """Whatever fails but a refusal, which all ranks share, ends this executor and lets its peers know at once."""
         try:
             yield
         except AffineTransferExecutionError:
             raise
         except BaseException as error:
-            self._broken = f'{told}: {str(error) or type(error).__name__}'
-            gone = self._transport.abandon()
-            if gone:
-                self._broken += f'; dead or too late: {ranks_text(gone)}'
-            # Buffers may be freed once this has raised. What waits for peers on a stream was ended by the above.
-            if self._mover is not None:
-                self._mover.until_done()
+            self._broken = f'{self._doing}: {str(error) or type(error).__name__}'
+            try:
+                gone = self._transport.abandon()
+                if gone:
+                    self._broken += f'; dead, too late or out before: {ranks_text(gone)}'
+                # Buffers may be freed once this has raised. What waits for peers on a stream was ended by the above.
+                if self._mover is not None:
+                    self._mover.until_done()
+            except Exception as second:
+                self._broken += f'; giving up failed as well: {second}'
+            finally:
                 self._mover = None  # it keeps messages that were under way, and with them buffers
             if not isinstance(error, Exception):
                 raise
@@ -194,21 +210,24 @@ class AffineTransferExecutor:
         """This call's buffers, once all ranks have accepted theirs and have laid their messages out for them."""
         fault, buffers, residency, lays_out = None, {}, 0, False
         try:
-            buffers = self._accept(source_buffers, target_buffers)
-            residency = residency_of(self._geometry.memory)
-            lays_out = self._laid_out_for is None or self._laid_out_for[0] != self._geometry
-        except Exception as error:
-            fault = error
-        opening = self._agreement.open(fault, residency, lays_out)
-        if opening.lays_out:
             try:
-                self._lay_out(buffers, opening.residencies)
+                buffers = self._accept(source_buffers, target_buffers)
+                residency = residency_of(self._geometry.memory)
+                lays_out = self._ready is None or self._ready.geometry != self._geometry
             except Exception as error:
                 fault = error
-            self._agreement.ready(fault)
-            if len(self._transport.memory) > 1 and may_send_device_memory(opening.residencies):
-                self._transport.connect_devices()
-        return buffers
+            opening = self._agreement.open(fault, residency, lays_out)
+            if opening.lays_out:
+                try:
+                    self._lay_out(buffers, opening.residencies)
+                except Exception as error:
+                    fault = error
+                self._agreement.ready(fault)
+                if len(self._transport.memory) > 1 and may_send_device_memory(opening.residencies):
+                    self._transport.connect_devices()
+            return buffers
+        finally:
+            fault = None  # whose traceback leads to this frame, and with it to itself and to buffers
 
     def _accept(self, source_buffers, target_buffers) -> Mapping[BufferKey, torch.Tensor]:
         """The buffers of both sides, checked unless the last ones were like them."""
@@ -225,25 +244,16 @@ class AffineTransferExecutor:
 
     def _lay_out(self, buffers: Mapping[BufferKey, torch.Tensor], residencies: List[int]) -> None:
         """Make a layout for these buffers and what peers have, unless the present one serves them."""
-        memory, rank, schedule = self._transport.memory, self._transport.rank, self._part.schedule
-        made_for = (self._geometry, residencies if len(memory) > 1 else None)
-        if self._laid_out_for == made_for:
+        memory, geometry, schedule = self._transport.memory, self._geometry, self._part.schedule
+        mattering = residencies if len(memory) > 1 else None
+        if self._ready is not None and self._ready[:2] == (geometry, mattering):
             return
         # The old layout's slots are given back before new ones are taken.
-        self._layout = self._laid_out_for = None
-        if self._geometry.device is not None:
-            self._mover.prepare_device(self._geometry.device)
-        wire_memory = {
-            'source': {
-                peer: wire_memory_of(memory, residencies[rank], residencies[peer])
-                for peer in schedule.sends
-            },
-            'target': {
-                peer: wire_memory_of(memory, residencies[peer], residencies[rank])
-                for peer in schedule.receives
-            }
-        }
-        self._layout = lay_out(schedule, self._part.windows, self._part.wire_dtype, buffers, self._geometry.memory,
-                               wire_memory, PAGEABLE if self._geometry.device is None else PINNED)
-        self._laid_out_for = made_for
-        self._stats = self._part.stats(self._layout)
+        self._ready = None
+        if geometry.device is not None:
+            self._mover.prepare_device(geometry.device)
+        wire_memory = wire_memory_by_peer(memory, residencies, self._transport.rank, schedule.sends, schedule.receives)
+        layout = lay_out(schedule, self._part.windows, self._part.wire_dtype, buffers, geometry.memory, wire_memory,
+                         PAGEABLE if geometry.device is None else PINNED)
+        stats = self._part.stats(layout.host_staging_bytes, layout.device_staging_bytes)
+        self._ready = _Ready(geometry, mattering, layout, stats)

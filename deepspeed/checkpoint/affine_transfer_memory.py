@@ -8,7 +8,7 @@ All that a transfer asks of the accelerator is in this file. Nothing here touche
 """
 
 from contextlib import contextmanager, nullcontext
-from typing import FrozenSet, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, FrozenSet, Iterable, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 
 __all__ = [
     'HOST', 'DEVICE', 'PAGEABLE', 'PINNED', 'Copies', 'Lane', 'Mark', 'accelerator_device', 'accelerator_type',
-    'arena', 'copy', 'may_send_device_memory', 'memory_of', 'residency_of', 'wire_memory_of'
+    'arena', 'copy', 'may_send_device_memory', 'memory_of', 'residency_of', 'wire_memory_by_peer'
 ]
 
 # What a message lies in: host or device memory. What a buffer lies in: host memory of two kinds, or device memory.
@@ -66,20 +66,35 @@ def residency_of(memory_by_buffer: Mapping[Tuple[str, object], str]) -> int:
     return sum(bit for side, bit in _BIT_BY_SIDE.items() if kinds_by_side[side] == {DEVICE})
 
 
-def may_send_device_memory(residencies: Sequence[int]) -> bool:
-    """Whether messages between ranks of these residencies may lie in device memory, if the transport takes both."""
-    return all(any(residency & bit for residency in residencies) for bit in _BIT_BY_SIDE.values())
-
-
-def wire_memory_of(transport_memory: FrozenSet[str], sender: int, receiver: int) -> str:
+def _wire_memory_of(transport_memory: FrozenSet[str], sender: int, receiver: int) -> str:
     """The memory that messages between ranks of these residencies lie in, of those that the transport takes."""
     if len(transport_memory) == 1:
         return next(iter(transport_memory))
     return DEVICE if sender & _BIT_BY_SIDE['source'] and receiver & _BIT_BY_SIDE['target'] else HOST
 
 
+def wire_memory_by_peer(transport_memory: FrozenSet[str], residencies: Sequence[int], rank: int, sends: Iterable[int],
+                        receives: Iterable[int]) -> Dict[str, Dict[int, str]]:
+    """The memory that this rank's messages lie in: by peer sent to ('source') and by peer received from ('target')."""
+    return {
+        'source': {
+            peer: _wire_memory_of(transport_memory, residencies[rank], residencies[peer])
+            for peer in sends
+        },
+        'target': {
+            peer: _wire_memory_of(transport_memory, residencies[peer], residencies[rank])
+            for peer in receives
+        }
+    }
+
+
+def may_send_device_memory(residencies: Sequence[int]) -> bool:
+    """Whether messages between ranks of these residencies may lie in device memory, if the transport takes both."""
+    return all(any(residency & bit for residency in residencies) for bit in _BIT_BY_SIDE.values())
+
+
 class Copies(NamedTuple):
-    """Tensors, and what each of them is to become; of equal shapes."""
+    """Tensors, or places that stand for them until buffers are known, and what each is to become; of equal shapes."""
     targets: Sequence = ()
     sources: Sequence = ()
 

@@ -16,7 +16,7 @@ from typing import Deque, List, NamedTuple, Optional, Sequence, Tuple
 import torch
 
 from .affine_transfer_memory import HOST, Copies, Lane, Mark, copy
-from .affine_transfer_staging import Bound, Load, Loads
+from .affine_transfer_staging import Layout, Load, Loads
 from .affine_transfer_transport import PendingMessage, Transport
 
 __all__ = ['Mover']
@@ -33,8 +33,8 @@ class _UnderWay(NamedTuple):
 class _Turn:
     """What the next window in the same slots must come after.
 
-    ``packed``: copies between host and device to fill what is sent. ``arrived``: those to unpack what was received.
-    ``unpacked``: all reading of device slots.
+    ``packed``: copies between host and device to fill what is sent. ``arrived``: those to unpack what was received,
+    and what the device copies after them. ``unpacked``: all reading of what was received in device memory.
     """
 
     def __init__(self):
@@ -57,16 +57,16 @@ class Mover:
         if device != self._device:
             self._device = device
             self._outgoing, self._incoming = Lane.on_new_stream(), Lane.on_new_stream()
-            self._turns = [_Turn() for _ in range(self._depth)]
+            self._turns, self._no_turn = [_Turn() for _ in range(self._depth)], _Turn()
 
-    def move(self, bound: Bound) -> None:
+    def move(self, layout: Layout) -> None:
         """Move all windows, and copy what stays within host or device memory meanwhile.
 
         On return every source may be overwritten and every target read, by the host and on any stream.
         Raises RuntimeError when a message fails.
         """
         self._follow_the_caller()
-        windows = bound.windows or [_NO_MESSAGES]
+        windows = layout.windows or [_NO_MESSAGES]
         started = finished = 0
         while finished < len(windows):
             if started < len(windows) and not self._must_finish_one_before(windows[started]):
@@ -74,8 +74,8 @@ class Mover:
                 started += 1
                 continue
             # Peers wait for nothing of this rank now.
-            self._incoming.copy(_share(bound.device, finished, len(windows)))
-            copy(_share(bound.host, finished, len(windows)))
+            self._incoming.copy(_share(layout.device, finished, len(windows)))
+            copy(_share(layout.host, finished, len(windows)))
             self._finish(self._under_way.popleft())
             finished += 1
         self.until_done()
@@ -156,7 +156,8 @@ class Mover:
             self._incoming.follow_current_stream()
 
     def _until_slots_may_be_packed(self, turn: _Turn) -> None:
-        """The last content of those that the host fills may still be on its way to the device."""
+        """The last content of those that the host fills may still be on its way to the device, for messages to peers.
+        """
         turn.packed.until_done()
 
     def _until_host_may_send(self, turn: _Turn) -> None:
@@ -164,8 +165,8 @@ class Mover:
         turn.packed.until_done()
 
     def _until_slots_may_be_received_into(self, turn: _Turn) -> None:
-        """What was last received in them, or sent to itself, may still be on its way to the device, or be read there.
-        """
+        """What was last received in them may still be on its way to the device, or be read there. So may what the
+        process last sent itself, whose slots may then be packed."""
         turn.arrived.until_done()
         self._outgoing.follow(turn.unpacked)
 

@@ -2,21 +2,22 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""One rank's part of a transfer, checked and compiled from what it is asked for, before any buffer is known."""
+"""One rank's part of a transfer: compiled from what its executor is asked for, and what it asks of buffers."""
 
 import hashlib
 from dataclasses import dataclass
 from numbers import Integral
 from operator import index
-from typing import Dict, FrozenSet, Mapping, Sequence
+from typing import Dict, Mapping, Sequence
 
 import torch
 
 from .affine_transfer import TransferPlan
 from .affine_transfer_agreement import Terms
 from .affine_transfer_buffers import BufferKey, Shard, check_buffers, check_disjoint, collect, shards_of
-from .affine_transfer_schedule import AffineTransferExecutionError, Schedule, ShardKey, Wire, cutting_of_messages
-from .affine_transfer_staging import Layout
+from .affine_transfer_memory import PAGEABLE, Copies, arena, copy
+from .affine_transfer_schedule import AffineTransferExecutionError, Schedule, Wire, cutting_of_messages
+from .affine_transfer_transport import Transport
 from .affine_transfer_windows import Window, windows_of
 
 __all__ = ['Part', 'StagingBudget', 'TransferEndpoints', 'TransferStats']
@@ -58,7 +59,7 @@ class TransferEndpoints:
 @dataclass(frozen=True)
 class StagingBudget:
     """The bytes of staging that one peer may occupy on this rank in one direction, and how many peers a rank may send
-    to, and receive from, at a time; equal on every rank.
+    to, and receive from, in one window; equal on every rank.
 
     A rank that copies between host and device memory of its own counts as one peer more.
     """
@@ -94,60 +95,61 @@ class TransferStats:
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's part of a transfer, as far as the arguments of its construction tell: no buffer is known yet."""
+    """One rank's part of a transfer, as far as the arguments of its construction tell."""
     is_named: bool
-    source_dtype: torch.dtype
-    dtype: torch.dtype
-    budget: StagingBudget
-    endpoints: TransferEndpoints
+    dtype_by_side: Mapping[str, torch.dtype]
     schedule: Schedule
     windows: Sequence[Window]
-    sources: Mapping[ShardKey, Shard]
-    targets: Mapping[ShardKey, Shard]
+    shards: Mapping[BufferKey, Shard]
+    terms: Terms
 
     @classmethod
-    def of(cls, plans, endpoints: TransferEndpoints, source_dtype, dtype, budget: StagingBudget, rank: int,
-           size: int) -> 'Part':
-        """The part of ``rank`` of ``size``. Raises AffineTransferExecutionError for arguments that cannot be meant."""
+    def of(cls, plans, endpoints: TransferEndpoints, source_dtype, dtype, budget: StagingBudget,
+           transport: Transport) -> 'Part':
+        """The part of this process. Raises AffineTransferExecutionError for arguments that cannot be meant."""
         is_named = isinstance(plans, Mapping)
         plans = plans if is_named else {'': plans}
         for name, plan in plans.items():
             if not isinstance(name, str) or not isinstance(plan, TransferPlan):
                 raise AffineTransferExecutionError(f'plans must be a TransferPlan or a dict of them by name, but '
                                                    f'{name!r} has a {type(plan).__name__}')
-        if not isinstance(dtype, torch.dtype) or not isinstance(source_dtype, torch.dtype):
-            raise AffineTransferExecutionError(f'dtypes must be torch dtypes, not {dtype!r} and {source_dtype!r}')
+        _check_dtypes(source_dtype, dtype)
         for what, value, expected in (('endpoints', endpoints, TransferEndpoints), ('budget', budget, StagingBudget)):
             if not isinstance(value, expected):
                 raise AffineTransferExecutionError(
                     f'{what} must be of type {expected.__name__}, not {type(value).__name__}')
+        rank, size = transport.rank, transport.size
         endpoints.check_ranks(size)
         wire = Wire.between(source_dtype.itemsize, dtype.itemsize, source_dtype != dtype)
         schedule = Schedule.build(plans, endpoints.source, endpoints.target, rank, wire, budget.bytes_per_peer)
         source_shapes = {name: plan.source_shard_shapes for name, plan in plans.items()}
         target_shapes = {name: plan.target_shard_shapes for name, plan in plans.items()}
-        return cls(is_named, source_dtype, dtype, budget, endpoints, schedule,
-                   windows_of(schedule, rank, size, budget.max_active_peers),
-                   shards_of(source_shapes, endpoints.source, rank, schedule.source_extents),
-                   shards_of(target_shapes, endpoints.target, rank, schedule.target_extents))
+        settings = {
+            'dtype': str(dtype),
+            'source dtype': str(source_dtype),
+            'bytes per peer': str(budget.bytes_per_peer),
+            'max active peers': str(budget.max_active_peers),
+            'memory of messages': ' and '.join(sorted(transport.memory)),
+            'cutting of messages': cutting_of_messages(),
+            # Where ranks bind a location to one another, each would leave its copy to the other one.
+            'digest of the endpoints': endpoints.digest()
+        }
+        return cls(is_named=is_named,
+                   dtype_by_side={
+                       'source': source_dtype,
+                       'target': dtype
+                   },
+                   schedule=schedule,
+                   windows=windows_of(schedule, rank, size, budget.max_active_peers),
+                   shards={
+                       **shards_of('source', source_shapes, endpoints.source, rank, schedule.source_extents),
+                       **shards_of('target', target_shapes, endpoints.target, rank, schedule.target_extents)
+                   },
+                   terms=Terms(settings, schedule.send_digests, schedule.receive_digests))
 
     @property
     def wire_dtype(self) -> torch.dtype:
-        return self.source_dtype if self.schedule.wire.source_is_wire else self.dtype
-
-    def terms(self, transport_memory: FrozenSet[str]) -> Terms:
-        """What the ranks must agree on."""
-        settings = {
-            'dtype': str(self.dtype),
-            'source dtype': str(self.source_dtype),
-            'bytes per peer': str(self.budget.bytes_per_peer),
-            'max active peers': str(self.budget.max_active_peers),
-            'memory of messages': ' and '.join(sorted(transport_memory)),
-            'cutting of messages': cutting_of_messages(),
-            # Where ranks bind a location to one another, each would leave its copy to the other one.
-            'digest of the endpoints': self.endpoints.digest()
-        }
-        return Terms(settings, self.schedule.send_digests, self.schedule.receive_digests)
+        return self.dtype_by_side['source' if self.schedule.wire.source_is_wire else 'target']
 
     def collect(self, source_buffers, target_buffers) -> Dict[BufferKey, torch.Tensor]:
         """The buffers of both sides; refuses what is no dict of tensors."""
@@ -157,23 +159,29 @@ class Part:
 
     def check(self, buffers: Mapping[BufferKey, torch.Tensor]) -> None:
         """Refuse buffers that cannot stand for this rank's shards."""
-        sources, targets = ({
-            shard: tensor
-            for (of, shard), tensor in buffers.items() if of == side
-        } for side in ('source', 'target'))
-        check_buffers('source', sources, self.sources, self.source_dtype)
-        check_buffers('target', targets, self.targets, self.dtype)
-        check_disjoint(sources, targets)
+        check_buffers(buffers, self.shards, self.dtype_by_side)
+        check_disjoint(buffers)
 
-    def stats(self, layout: Layout) -> TransferStats:
-        """What every call with this layout does; the seconds are left to it."""
+    def stats(self, host_staging_bytes: int, device_staging_bytes: int) -> TransferStats:
+        """What every call does that stages so much; the seconds are left to it."""
         schedule, itemsize = self.schedule, self.schedule.wire.itemsize
+        local_numel = sum(chunk.numel for chunk in schedule.local)
         return TransferStats(segments=schedule.segments,
                              chunks=schedule.chunks,
                              rounds=len(self.windows),
-                             local_copy_bytes=sum(chunk.numel for chunk in schedule.local) * self.dtype.itemsize,
+                             local_copy_bytes=local_numel * self.dtype_by_side['target'].itemsize,
                              sent_bytes=schedule.sent_numel * itemsize,
                              received_bytes=schedule.received_numel * itemsize,
-                             peak_host_staging_bytes=layout.host_staging_bytes,
-                             peak_device_staging_bytes=layout.device_staging_bytes,
+                             peak_host_staging_bytes=host_staging_bytes,
+                             peak_device_staging_bytes=device_staging_bytes,
                              seconds=0.)
+
+
+def _check_dtypes(source_dtype, dtype) -> None:
+    if not isinstance(dtype, torch.dtype) or not isinstance(source_dtype, torch.dtype):
+        raise AffineTransferExecutionError(f'dtypes must be torch dtypes, not {dtype!r} and {source_dtype!r}')
+    try:
+        copy(Copies([arena(1, dtype, PAGEABLE)], [arena(1, source_dtype, PAGEABLE)]))
+    except Exception as error:
+        raise AffineTransferExecutionError(
+            f'torch cannot copy values of {source_dtype} into {dtype}: {error}') from error

@@ -4,8 +4,8 @@
 # DeepSpeed Team
 """Where a schedule's messages lie: in the buffers themselves, or in slots that are packed before or unpacked after.
 
-A ``Layout`` is made for buffers of one geometry (shapes, strides and kinds of memory) and holds the slots; ``bind``
-then turns it into the tensors of one call's buffers. It keeps no buffer alive between calls.
+A ``Layout`` is made for buffers of one geometry (shapes, strides and kinds of memory) and holds the slots; ``bound``
+then puts the tensors of one call's buffers into it. The layout itself keeps no buffer alive between calls.
 
 *One end of a message.* What travels, its *wire*, lies in host or device memory: part of a buffer where the message is
 one run of elements there, in the form and memory in which they travel, else a slot. Parts of a message whose buffer
@@ -18,18 +18,18 @@ one wire in pinned memory.
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 
-from .affine_transfer_buffers import BufferKey, Copy, axes_of, readdress
+from .affine_transfer_buffers import BoxPair, BufferKey, axes_of, readdress
 from .affine_transfer_memory import DEVICE, HOST, PAGEABLE, PINNED, Copies, arena
 from .affine_transfer_schedule import Chunk, Message, Schedule, Wire, is_contiguous, messages_of
 from .affine_transfer_windows import Window
 
-__all__ = ['Bound', 'Layout', 'Load', 'Loads', 'lay_out']
+__all__ = ['Layout', 'Load', 'Loads', 'lay_out']
 
 Buffers = Mapping[BufferKey, torch.Tensor]
 
@@ -84,7 +84,7 @@ class Load(NamedTuple):
 class Loads(NamedTuple):
     """One window of messages; of those to the process itself, both ends.
 
-    ``turn`` is the turn of the pipeline whose slots it has, None when it needs no slot.
+    ``turn`` is the turn of the pipeline whose slots it has, None when none of its messages needs one.
     """
     sends: List[Load]
     receives: List[Load]
@@ -97,25 +97,22 @@ class Loads(NamedTuple):
                      self.turn)
 
 
-class Bound(NamedTuple):
-    """What one call copies within host and within device memory, and its windows in order."""
-    host: Copies
-    device: Copies
-    windows: List[Loads]
-
-
 @dataclass(frozen=True)
 class Layout:
-    """A schedule laid out for buffers of one geometry, with the slots that it stages in."""
+    """A schedule laid out for buffers of one geometry: what is copied within host and within device memory, the
+    windows in order, and the bytes of the slots."""
     host: Copies
     device: Copies
     windows: List[Loads]
     host_staging_bytes: int
     device_staging_bytes: int
 
-    def bind(self, buffers: Buffers) -> Bound:
-        return Bound(_bound_copies(self.host, buffers), _bound_copies(self.device, buffers),
-                     [window.bound(buffers) for window in self.windows])
+    def bound(self, buffers: Buffers) -> 'Layout':
+        """The layout with the tensors of one call's buffers."""
+        return replace(self,
+                       host=_bound_copies(self.host, buffers),
+                       device=_bound_copies(self.device, buffers),
+                       windows=[window.bound(buffers) for window in self.windows])
 
 
 def lay_out(schedule: Schedule, windows: Sequence[Window], wire_dtype: torch.dtype, buffers: Buffers,
@@ -143,7 +140,7 @@ def lay_out(schedule: Schedule, windows: Sequence[Window], wire_dtype: torch.dty
 
 
 def _turns(carried: Sequence[Sequence['_Carried']], depth: int) -> Iterator[Optional[int]]:
-    """The turn of each window: 0 and up in a circle, None for one that needs no slot."""
+    """The turn of each window: 0 and up in a circle, None for one whose messages all lie in buffers."""
     turn = 0
     for messages in carried:
         is_staged = any(message.bare is None for message in messages)
@@ -165,7 +162,7 @@ class _Piece:
     memory: str
     position: int
     numel: int
-    copies: Tuple[Copy, ...]
+    copies: Tuple[BoxPair, ...]
     is_run: bool
 
     @property
@@ -225,10 +222,8 @@ class _Carried:
         return _SlotKey(self.memory, next(iter(self.pieces_by_side)), self.place, turn)
 
     def bounce_slot(self, side: str, turn: Optional[int]) -> _SlotKey:
-        # One that the host fills has turns, as the copy to the device that reads its last content may still run. A
-        # lane fills one after whatever it did before, and the host reads one only after it has waited.
-        has_turns = side == 'source' and self.other_memory == HOST
-        return _SlotKey(self.other_memory, side, self.place, turn if has_turns else None)
+        # The process itself has one: its device end is always filled and read by the same lane, in order.
+        return _SlotKey(self.other_memory, side, self.place, None if self.peer == _ITSELF else turn)
 
 
 class _Reader:
@@ -258,7 +253,7 @@ class _Reader:
         for chunk in message.chunks:
             box = getattr(chunk, side)
             packed_strides = tuple(prod(chunk.shape[dim + 1:]) for dim in range(len(chunk.shape)))
-            whole = Copy(chunk.shape, box.offset, box.strides, position, packed_strides)
+            whole = BoxPair(chunk.shape, box.offset, box.strides, position, packed_strides)
             buffer = (side, box.shard)
             copies = tuple(readdress(whole, self._axes[buffer]))
             is_run = self._is_wire[side] and len(copies) == 1 and is_contiguous(copies[0].shape, copies[0].strides)
@@ -280,7 +275,8 @@ class _Reader:
 
     def _local_places(self, chunk: Chunk) -> Iterator[Tuple[_Place, _Place]]:
         source_key, target_key = _keys_of(chunk)
-        whole = Copy(chunk.shape, chunk.source.offset, chunk.source.strides, chunk.target.offset, chunk.target.strides)
+        whole = BoxPair(chunk.shape, chunk.source.offset, chunk.source.strides, chunk.target.offset,
+                        chunk.target.strides)
         for part in readdress(whole, self._axes[source_key]):
             for copy in readdress(part.turned(), self._axes[target_key]):
                 yield (_Place(target_key, copy.shape, copy.strides,

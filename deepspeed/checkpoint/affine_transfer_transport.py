@@ -154,14 +154,14 @@ class ProcessGroupTransport:
         """Device memory of the form of these tensors, the same as the last time where they are of the same form."""
         form = (accelerator_device(), *((tensor.shape, tensor.dtype) for tensor in tensors))
         if form != self._device_form:
-            self._device_form = form
             self._device_tensors = [torch.empty_like(tensor, device=form[0]) for tensor in tensors]
+            self._device_form = form
         return self._device_tensors
 
     def connect_devices(self):
         # NCCL makes its communicator with the first operation. All ranks must take part in that, while only those
         # that have messages in a window enter it.
-        self._group.allreduce([torch.zeros(1, device=accelerator_device())]).wait()
+        self._group.allreduce([torch.zeros(1, dtype=torch.uint8, device=accelerator_device())]).wait()
 
     def abandon(self):
         gone = self._close_connections() if HOST in self.memory else []

@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import deepspeed
+from deepspeed.checkpoint.affine_transfer_agreement import Terms
 from deepspeed.checkpoint.affine_transfer_executor import (AffineTransferExecutionError, AffineTransferExecutor,
                                                            StagingBudget, TransferEndpoints)
 from deepspeed.checkpoint.affine_transfer_mover import Mover
@@ -217,6 +218,70 @@ def disagree_about_memory(rank):
 def test_ranks_whose_messages_would_lie_in_different_memory_are_told():
     for text in run_ranks(disagree_about_memory, 2):
         assert 'memory of messages: host on rank 0, device and host on rank 1' in text
+
+
+def disagree_about_a_setting(rank):
+    with mock.patch('deepspeed.checkpoint.affine_transfer_part.cutting_of_messages', lambda: f'rule {rank}'):
+        told = [text_of(lambda: across())]
+    with_more = (lambda settings, *pairs: Terms({**settings, 'a later setting': '1'}, *pairs)) if rank else Terms
+    with mock.patch('deepspeed.checkpoint.affine_transfer_part.Terms', with_more):
+        told.append(text_of(lambda: across()))
+    target = torch.zeros(NUMEL)
+    move(rank, across(), thirds(), target)
+    return told, rank == 0 or torch.equal(target, thirds())
+
+
+def test_ranks_with_another_version_are_told_and_can_go_on():
+    for (rule, setting), moved in run_ranks(disagree_about_a_setting, 2):
+        assert rule.endswith('cutting of messages: rule 0 on rank 0, rule 1 on rank 1')
+        assert setting.endswith('a later setting: unknown on rank 0, 1 on rank 1')
+        assert moved
+
+
+class RefusingTransport(LoneTransport):
+    """Cannot give up either."""
+
+    def abandon(self):
+        raise RuntimeError('the context is lost')
+
+
+def test_a_failure_is_told_even_if_giving_up_fails():
+    executor = AffineTransferExecutor(LINE, HERE, dtype=torch.float32, group=RefusingTransport())
+    buffers = {0: thirds()}, {0: torch.zeros(NUMEL)}
+    with mock.patch.object(Mover, '_start', side_effect=RuntimeError('the copy failed')):
+        told = text_of(lambda: executor.execute(*buffers))
+    expected = 'targets are undefined: the copy failed; giving up failed as well: the context is lost'
+    assert told.endswith(expected)
+    assert text_of(lambda: executor.execute(*buffers)).endswith(expected)
+
+
+@pytest.mark.parametrize(
+    'dtypes', [dict(dtype=torch.int4), dict(dtype=torch.float32, source_dtype=torch.bits8)], ids=['int4', 'bits8'])
+def test_dtypes_that_torch_cannot_copy_are_refused_at_the_construction(dtypes):
+    told = text_of(lambda: AffineTransferExecutor(LINE, HERE, **dtypes))
+    assert 'transfer refused before it began: rank 0: torch cannot copy values of ' in told
+
+
+def call_with_a_target_of(executor, numel):
+    """A weak reference to the target, and whether the call was refused."""
+    target = torch.zeros(numel)
+    try:
+        executor.execute({0: thirds()}, {0: target})
+    except AffineTransferExecutionError:
+        return weakref.ref(target), True
+    return weakref.ref(target), False
+
+
+def test_an_executor_keeps_no_buffer_alive_after_a_call():
+    """Not even until garbage is collected."""
+    executor = AffineTransferExecutor(LINE, HERE, dtype=torch.float32)
+    gc.disable()
+    try:
+        for numel in (NUMEL, NUMEL - 1, NUMEL):
+            kept, is_refused = call_with_a_target_of(executor, numel)
+            assert kept() is None and is_refused == (numel != NUMEL)
+    finally:
+        gc.enable()
 
 
 def test_an_executor_that_failed_keeps_no_buffer():

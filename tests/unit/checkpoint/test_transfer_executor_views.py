@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from deepspeed.checkpoint.affine import contiguous_split_map, flat_range_map, replicated_map
 from deepspeed.checkpoint.affine_transfer import TransferPlan, TransferSegment, plan_model, plan_transfer
-from deepspeed.checkpoint.affine_transfer_buffers import Copy, axes_of, readdress
+from deepspeed.checkpoint.affine_transfer_buffers import BoxPair, axes_of, readdress
 from deepspeed.checkpoint.affine_transfer_executor import AffineTransferExecutor, TransferEndpoints
 from unit.checkpoint.transfer_in_process import HERE, NAN, execute
 
@@ -85,7 +85,14 @@ def test_a_diagonal_through_a_transposed_buffer_is_read():
 
 def test_a_run_over_whole_rows_of_a_window_is_one_copy():
     window = torch.zeros(5, 6)[:, :4]
-    assert list(readdress(Copy((12, ), 4, (1, ), 0, (1, )), axes_of(window))) == [Copy((3, 4), 6, (6, 1), 0, (4, 1))]
+    assert list(readdress(BoxPair((12, ), 4, (1, ), 0, (1, )),
+                          axes_of(window))) == [BoxPair((3, 4), 6, (6, 1), 0, (4, 1))]
+
+
+def test_a_run_that_meets_each_row_elsewhere_is_cut_at_the_ends_of_rows():
+    window = torch.zeros(100, 8)[:, :7]
+    parts = list(readdress(BoxPair((350, ), 0, (2, ), 0, (1, )), axes_of(window)))
+    assert len(parts) == 100 and all(part.shape[0] in (3, 4) for part in parts)
 
 
 @given(data=st.data())
@@ -100,7 +107,7 @@ def test_readdressing_visits_the_same_elements_in_the_same_order(data):
     run = data.draw(st.integers(1, 1 + (buffer.numel() - 1 - first) // step))
     place_of = buffer.reshape(-1).tolist()
     reached = {}
-    for copy in readdress(Copy((run, ), first, (step, ), 100, (1, )), axes_of(buffer)):
+    for copy in readdress(BoxPair((run, ), first, (step, ), 100, (1, )), axes_of(buffer)):
         for index in itertools.product(*map(range, copy.shape)):
             here, there = (offset + sum(i * s for i, s in zip(index, strides))
                            for offset, strides in ((copy.offset, copy.strides), (copy.other_offset,

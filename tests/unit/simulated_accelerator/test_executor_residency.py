@@ -226,6 +226,54 @@ def test_a_rank_whose_buffers_are_in_host_memory_leaves_its_device_alone():
     assert streams_and_allocations[0] != streams_and_allocations[1] == (1, 0)
 
 
+@pytest.mark.parametrize('alone_side', ['source', 'target'])
+def test_slots_of_peers_in_different_memory_share_the_bound(alone_side, seeds):
+    """Rank 0 has strided device memory, of its two peers in turn one has device memory and one host memory."""
+    source_ranks, target_ranks = ({
+        0: 0,
+        1: 0
+    }, {
+        0: 1,
+        1: 2
+    }) if alone_side == 'source' else ({
+        0: 1,
+        1: 2
+    }, {
+        0: 0,
+        1: 0
+    })
+    plan = line_plan((0, 0, 0, 0, 64), (1, 0, 1, 0, 64), source_numels={0: 64, 1: 64}, target_numels={0: 64, 1: 64})
+
+    def strided(values, kind):
+        return put(torch.stack([values, values], dim=1), kind)[:, 1]
+
+    def body(transport):
+        executor = AffineTransferExecutor(plan,
+                                          TransferEndpoints(source_ranks, target_ranks),
+                                          dtype=torch.float32,
+                                          budget=StagingBudget(128, max_active_peers=1),
+                                          group=transport)
+        kind = 'pageable' if transport.rank == 2 else 'device'
+        here().device_usage.reset()
+        for step in range(2):
+            sources = {
+                location: strided(torch.arange(64.) + 100 * location + step, kind)
+                for location, rank in source_ranks.items() if rank == transport.rank
+            }
+            targets = {
+                location: strided(torch.zeros(64), kind)
+                for location, rank in target_ranks.items() if rank == transport.rank
+            }
+            stats = executor.execute(sources, targets)
+            for location, target in targets.items():
+                assert torch.equal(target.cpu(), torch.arange(64.) + 100 * location + step)
+        return stats.peak_host_staging_bytes, stats.peak_device_staging_bytes
+
+    for seed in seeds:
+        stagings = run_ranks(body, 3, seed, memory={'host', 'device'})
+        assert all(host <= 128 and device <= 128 for host, device in stagings) and max(stagings[0]) == 128
+
+
 def test_ranks_that_send_nothing_help_others_to_connect_their_devices():
     """Over a transport that takes both kinds of memory, and only then; also a rank that has host memory alone."""
 
