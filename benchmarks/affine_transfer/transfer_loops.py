@@ -10,10 +10,11 @@ is its staging memory. Elements are converted while they are packed.
 
 import itertools
 import math
-from typing import Iterator, List, NamedTuple, Sequence, Tuple
+from typing import Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
 import torch
 
+from transfer_jobs import Participant
 from transfer_methods import Message, Method, exchange, plans_of, processes_of, window
 
 MIB = 1 << 20
@@ -45,6 +46,23 @@ class Box(NamedTuple):
             yield from self.rows(begin, min(begin + rows, self.shape[0])).cut(limit_numel)
 
 
+def boxes_of(participant: Participant, limit_numel: int) -> Dict[Tuple[int, int], List[Box]]:
+    """The segments that concern this process, cut to so many elements, by the processes that they leave and reach."""
+    boxes_by_pair: Dict[Tuple[int, int], List[Box]] = {}
+    for name, plan in sorted(plans_of(participant).items()):
+        for segment in plan.segments:
+            box = Box(name, segment.shape, (segment.source_offset, segment.source_strides),
+                      (segment.target_offset, segment.target_strides))
+            boxes_by_pair.setdefault(processes_of(participant, segment), []).extend(box.cut(limit_numel))
+    return dict(sorted(boxes_by_pair.items()))
+
+
+def is_run(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a box is one run of elements."""
+    return all(size == 1 or stride == math.prod(shape[dim + 1:])
+               for dim, (size, stride) in enumerate(zip(shape, strides)))
+
+
 class HandWritten(Method):
     """Segments are cut to ``bucket_bytes`` and packed into buckets of that size, ``in_flight`` of them at a time.
 
@@ -58,7 +76,7 @@ class HandWritten(Method):
     def __init__(self, participant):
         super().__init__(participant)
         rank = participant.rank
-        boxes_by_pair = self._boxes_by_pair()
+        boxes_by_pair = boxes_of(participant, self._bucket_numel)
         self._local = [(window(participant.targets[box.name], box.shape,
                                *box.target), window(participant.sources[box.name], box.shape, *box.source))
                        for box in boxes_by_pair.pop((rank, rank), [])]
@@ -73,16 +91,6 @@ class HandWritten(Method):
 
     def run(self):
         exchange(self.participant.group, self._sends, self._receives, self._local, self.in_flight)
-
-    def _boxes_by_pair(self):
-        boxes_by_pair = {}
-        for name, plan in sorted(plans_of(self.participant).items()):
-            for segment in plan.segments:
-                box = Box(name, segment.shape, (segment.source_offset, segment.source_strides),
-                          (segment.target_offset, segment.target_strides))
-                pair = processes_of(self.participant, segment)
-                boxes_by_pair.setdefault(pair, []).extend(box.cut(self._bucket_numel))
-        return dict(sorted(boxes_by_pair.items()))
 
     @property
     def _bucket_numel(self):
@@ -120,12 +128,7 @@ class HandWritten(Method):
 
     def _is_straight(self, box: Box) -> bool:
         is_long = box.numel * self.participant.job.dtype.itemsize >= self.straight_bytes
-        return is_long and _is_run(box.shape, box.target[1])
-
-
-def _is_run(shape, strides) -> bool:
-    return all(size == 1 or stride == math.prod(shape[dim + 1:])
-               for dim, (size, stride) in enumerate(zip(shape, strides)))
+        return is_long and is_run(box.shape, box.target[1])
 
 
 class PerSegment(HandWritten):

@@ -2,19 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""Ways to do a job of the transfer benchmark: what all have in common, ours, and parts of the work on their own."""
+"""Ways to do a job of the transfer benchmark: what all have in common, ours, and the bare movement of its bytes."""
 
 import functools
-import itertools
 from collections import Counter
-from typing import Dict, Iterable, Iterator, List, Mapping, NamedTuple, Sequence, Tuple
+from typing import Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
 import torch
 
 from deepspeed.checkpoint.affine_transfer import TransferPlan, plan_model
 from deepspeed.checkpoint.affine_transfer_executor import AffineTransferExecutor, StagingBudget, TransferEndpoints
 
-from transfer_jobs import TRAINERS, Job, Participant, differing_elements
+from transfer_jobs import TRAINERS, Job, Participant
 
 BYTES_PER_PEER = StagingBudget().bytes_per_peer
 
@@ -142,55 +141,6 @@ class Memcpy(Method):
         self.participant.copy_expected()
 
 
-class Convert(Method):
-    """Trainers convert all of their masters, piece by piece, into two slots in turn, and nothing is sent.
-
-    What the slots hold in the end is compared.
-    """
-    name = 'convert'
-    slot_bytes = 4 << 20
-
-    @classmethod
-    def prepare(cls, participant):
-        require_conversion(participant.job)
-
-    def __init__(self, participant):
-        super().__init__(participant)
-        dtype = participant.job.dtype
-        self._slots = torch.full((2, self.slot_bytes // dtype.itemsize), float('nan'), dtype=dtype)
-        self._copies = list(self._cut(participant.sources.values(), self._slots))
-
-    @staticmethod
-    def _cut(masters: Iterable[torch.Tensor], slots: torch.Tensor) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
-        """(part of a slot, piece of a master) pairs, in order."""
-        turns = itertools.cycle(slots)
-        for master in masters:
-            for piece, slot in zip(master.split(slots.shape[1]), turns):
-                yield slot[:piece.numel()], piece
-
-    def run(self):
-        for part, piece in self._copies:
-            part.copy_(piece)
-
-    def reset(self):
-        self._slots.fill_(float('nan'))
-
-    def spoil(self):
-        if self.participant.rank == TRAINERS - 1:
-            self._slots[0, 0] += 1
-
-    @functools.cached_property
-    def _expected(self) -> torch.Tensor:
-        job, trainer = self.participant.job, self.participant.source
-        expected = torch.full_like(self._slots, float('nan'))
-        for part, piece in self._cut((job.master(name, trainer) for name in self.participant.sources), expected):
-            part.copy_(piece)
-        return expected
-
-    def wrong_elements(self):
-        return differing_elements(self._slots, self._expected)
-
-
 class Message(NamedTuple):
     """A contiguous tensor that travels, and (part of it, view of a buffer) pairs that are packed or unpacked."""
     tensor: torch.Tensor
@@ -252,7 +202,7 @@ class Bare(Method):
         dtype, rank = participant.job.dtype, participant.rank
         parts = participant.flat_target.split([incoming[peer] for peer in sorted(incoming)])
         self._incoming = dict(zip(sorted(incoming), parts))
-        outgoing = {peer: _pattern(outgoing[peer], rank, dtype) for peer in sorted(outgoing)}
+        outgoing = {peer: pattern(outgoing[peer], rank, dtype) for peer in sorted(outgoing)}
         self._sends = {peer: self._messages(whole) for peer, whole in outgoing.items() if peer != rank}
         self._receives = {peer: self._messages(whole) for peer, whole in self._incoming.items() if peer != rank}
         self._local = [(self._incoming[rank], outgoing[rank])] if rank in outgoing else []
@@ -265,10 +215,10 @@ class Bare(Method):
 
     def wrong_elements(self):
         return sum(
-            int((part != _pattern(part.numel(), peer, part.dtype)).sum()) for peer, part in self._incoming.items())
+            int((part != pattern(part.numel(), peer, part.dtype)).sum()) for peer, part in self._incoming.items())
 
 
-def _pattern(numel: int, process: int, dtype: torch.dtype) -> torch.Tensor:
+def pattern(numel: int, process: int, dtype: torch.dtype) -> torch.Tensor:
     """What ``process`` sends; bf16 holds these numbers exactly."""
     return torch.arange(process, process + numel, dtype=torch.int32).remainder_(251).to(dtype)
 

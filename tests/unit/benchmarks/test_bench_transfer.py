@@ -60,9 +60,9 @@ def test_a_method_that_did_not_run_is_told_with_its_reason(run_of_all):
     written, result = run_of_all
     for job in ('weight-sync', 'resize'):
         names = {row['method'] for row in written['tables'][job]}
-        for method in ('Megatron-Core', 'convert'):
+        for method in ('Megatron-Core', 'convert and unpack'):
             assert (method in names) != (f'{job}: without {method}: ' in result.stderr)
-        assert ('convert' in names) == (job == 'weight-sync')
+        assert ('convert and unpack' in names) == (job == 'weight-sync')
 
 
 def test_rows_have_their_columns_and_times_are_medians(run_of_all):
@@ -109,7 +109,7 @@ def outcome(modules):
         'ours, first call': [5, 5, 5],
         'bare, messages of 8 MiB': [2, 2, 2],
         'bare, one message': [1, 1, 1],
-        'convert': [1, 3, 2],
+        'convert and unpack': [1, 3, 2],
         'loop: 2 buckets of 16 MiB': [1, 2, 9],
         'checkpoint through /dev/shm': [8, 8, 9]
     }
@@ -130,8 +130,8 @@ def test_targets_are_medians_over_the_rounds(outcome):
     assert [tuple(row.values()) for row in targets_of({'weight-sync': outcome})] == [
         ('weight-sync: later calls, times as fast as: loop: 2 buckets of 16 MiB', 0.95, None, 1, True),
         ('weight-sync: later calls, times as fast as: checkpoint through /dev/shm', 3, None, 4, True),
-        ('weight-sync: bare and converting alone, one after the other, times as fast as: checkpoint through /dev/shm',
-         None, None, 3, None),
+        ('weight-sync: bare, then converting and unpacking alone, times as fast as: checkpoint through /dev/shm', None,
+         None, 3, None),
         ('weight-sync: staging of later calls, MB', None, 30, 20, True),
         ('weight-sync: extra memory of a process, MB: ours, later calls', None, 30, 40, False),
         ('weight-sync: extra memory of a process, MB: ours, first call', None, 30, 40, False),
@@ -140,7 +140,7 @@ def test_targets_are_medians_over_the_rounds(outcome):
 
 
 @pytest.mark.parametrize('job, spoilt', [('resize', ['ours, later calls', 'bare, one message']),
-                                         ('weight-sync', ['ours, first call', 'convert'])])
+                                         ('weight-sync', ['ours, first call', 'convert and unpack'])])
 def test_one_wrong_element_is_found_and_told(job, spoilt, tmp_path):
     path = tmp_path / 'transfer.json'
     result = run_benchmark('--jobs', job, '--repeats', '1', '--methods', *spoilt, 'memcpy', '--corrupt', *spoilt,
@@ -151,13 +151,15 @@ def test_one_wrong_element_is_found_and_told(job, spoilt, tmp_path):
 
 
 def test_converting_alone_is_wrong_where_its_slots_hold_anything_but_the_last_pieces(modules, monkeypatch):
+    import transfer_parts
     from transfer_jobs import JOBS
-    from transfer_methods import Convert
-    # 7 elements and 2, in pieces of 3, 3, 1 and 2.
-    monkeypatch.setattr(Convert, 'slot_bytes', 6)
+    # 7 elements and 2, in pieces of 3, 3, 1 and 2; nothing to unpack.
+    monkeypatch.setattr(transfer_parts.ConvertAndUnpack, 'slot_bytes', 6)
+    monkeypatch.setattr(transfer_parts, 'boxes_of', lambda *_: {})
     job = JOBS['weight-sync']({'a.weight': (3, 5), 'b.weight': (4, )})
     masters = {name: job.master(name, 1) for name in job.shapes}
-    method = Convert(SimpleNamespace(job=job, rank=1, source=1, sources=masters))
+    participant = SimpleNamespace(job=job, rank=1, source=1, sources=masters, spoil_targets=lambda: None)
+    method = transfer_parts.ConvertAndUnpack(participant)
     assert method.wrong_elements() == 6
     method.run()
     assert method.wrong_elements() == 0
@@ -171,8 +173,8 @@ def test_converting_alone_is_wrong_where_its_slots_hold_anything_but_the_last_pi
 
 
 def test_a_job_without_a_method_that_can_do_it_measures_nothing():
-    result = run_benchmark('--jobs', 'resize', '--methods', 'convert')
-    assert result.returncode == 0 and 'resize: without convert: this job converts nothing' in result.stderr
+    result = run_benchmark('--jobs', 'resize', '--methods', 'convert and unpack')
+    assert result.returncode == 0 and 'resize: without convert and unpack: this job converts nothing' in result.stderr
 
 
 def test_the_oracle_places_halves_and_partitions(modules):
