@@ -12,10 +12,10 @@ README.md beside this file says what the columns mean.
 """
 
 import argparse
-import collections
 import gc
 import logging
 import math
+import random
 import statistics
 import sys
 import time
@@ -101,12 +101,12 @@ def measure_job(meeting: Meeting, name: str, shapes: Mapping[str, Tuple[int, ...
             trials.append(Trial(method, participant, spoils=method.name in corrupt))
         except MethodMissing as error:
             missing[method.name] = str(error)
-    turns = collections.deque(trials)
+    # A method finds in the caches what the one before it left there: let that be another one each time, the same for
+    # all processes.
+    order = random.Random(0)
     for _ in range(repeats):
-        for trial in turns:
+        for trial in order.sample(trials, len(trials)):
             trial.repeat()
-        # A method leaves the caches full of its own: let another one come first, and last.
-        turns.rotate(-1)
     staging_bytes = [trial.method.staging_bytes for trial in trials if isinstance(trial.method, LaterCalls)]
     return Outcome([trial.measured() for trial in trials],
                    missing,
