@@ -35,7 +35,7 @@ class ConvertAndUnpack(Method):
         self._slots = torch.full((2, numel), float('nan'), dtype=dtype)
         self._converted = list(self._cut(participant.sources.values(), self._slots))
         boxes = [
-            box for (_, target), boxes in boxes_of(participant, numel).items() for box in boxes
+            box for (_, target), of_pair in boxes_of(participant, numel).items() for box in of_pair
             if target == participant.rank and not is_run(box.shape, box.target[1])
         ]
         filled = itertools.cycle(pattern(2 * numel, participant.rank, dtype).view(2, numel))

@@ -88,11 +88,13 @@ class _Geometry(NamedTuple):
     device: Optional[torch.device]
     forms: Dict[BufferKey, Tuple[torch.Size, Tuple[int, ...]]]
     memory: Dict[BufferKey, str]
+    residency: int
 
     @classmethod
     def of(cls, buffers: Mapping[BufferKey, torch.Tensor], device: Optional[torch.device]) -> '_Geometry':
         forms = {key: (tensor.shape, tensor.stride()) for key, tensor in buffers.items()}
-        return cls(device, forms, {key: memory_of(tensor, device is not None) for key, tensor in buffers.items()})
+        memory = {key: memory_of(tensor, device is not None) for key, tensor in buffers.items()}
+        return cls(device, forms, memory, residency_of(memory))
 
 
 class _Ready(NamedTuple):
@@ -212,7 +214,7 @@ class AffineTransferExecutor:
         try:
             try:
                 buffers = self._accept(source_buffers, target_buffers)
-                residency = residency_of(self._geometry.memory)
+                residency = self._geometry.residency
                 lays_out = self._ready is None or self._ready.geometry != self._geometry
             except Exception as error:
                 fault = error
