@@ -18,6 +18,7 @@ from typing import Callable, FrozenSet, List, Optional, Protocol, Sequence, Tupl
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.distributed import BroadcastOptions, GatherOptions
 
 from .affine_transfer_memory import DEVICE, HOST, accelerator_device, accelerator_type
 
@@ -31,6 +32,9 @@ __all__ = [
 _MESSAGE_TAG = 0x0AFF
 _NEVER_SENT_TAG = 0x0AFE
 _GIVE_UP_AFTER = timedelta(milliseconds=1)
+
+_TO_FIRST_RANK, _FROM_FIRST_RANK = GatherOptions(), BroadcastOptions()
+_TO_FIRST_RANK.rootRank = _FROM_FIRST_RANK.rootRank = 0
 
 _one_at_a_time_by_group = WeakKeyDictionary()
 
@@ -143,7 +147,10 @@ class ProcessGroupTransport:
 
     def all_gather(self, table, row):
         if HOST in self.memory:
-            self._group._allgather_base(table.view(-1), row).wait()
+            # gloo's allgather hands rows round a ring, so each of its steps waits for another process to be scheduled.
+            is_root = self.rank == _TO_FIRST_RANK.rootRank
+            self._group.gather([list(table)] if is_root else [], [row], _TO_FIRST_RANK).wait()
+            self._group.broadcast([table], _FROM_FIRST_RANK).wait()
             return
         device_table, device_row = self._on_device(table, row)
         device_row.copy_(row)

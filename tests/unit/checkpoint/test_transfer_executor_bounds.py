@@ -17,7 +17,7 @@ from deepspeed.checkpoint.affine_transfer import plan_transfer
 from deepspeed.checkpoint.affine_transfer_executor import AffineTransferExecutor, StagingBudget, TransferEndpoints
 from unit.checkpoint.transfer_cases import line_plan
 from unit.checkpoint.transfer_counts import PLANNING, AllocatingCalls, planning_calls
-from unit.checkpoint.transfer_groups import EXCHANGES, MESSAGES, WatchedGroup, world
+from unit.checkpoint.transfer_groups import LEARNS, MESSAGES, TELLS, WatchedGroup, world
 from unit.ranks import run_ranks
 
 
@@ -124,13 +124,14 @@ def what_executes_call(rank):
 
     The construction counts as part of the first one, and one object collective of the test's own as a last one.
     """
-    asked, told = Counter(), []
+    asked, calls = Counter(), []
 
     def ask(name, args):
-        asked[(name, args[1].nbytes) if name in EXCHANGES else name] += 1
+        told = args[1] if name in TELLS else args[0] if name in LEARNS else None
+        asked[(name, told[0].nbytes) if told else name] += 1
 
     def tell():
-        told.append((dict(planned), dict(asked)))
+        calls.append((dict(planned), dict(asked)))
         planned.clear()
         asked.clear()
 
@@ -147,15 +148,15 @@ def what_executes_call(rank):
             tell()
         torch.distributed.all_gather_object([None, None], rank)
         tell()
-    return told
+    return calls
 
 
-def test_later_executes_plan_nothing_and_gather_two_small_rows():
+def test_later_executes_plan_nothing_and_exchange_two_small_rows():
     for (first, *later, own), way in zip(run_ranks(what_executes_call, 2), MESSAGES):
-        assert later == [({}, {('_allgather_base', 64): 2, way: 8})] * 3
-        # What is counted does happen, and is seen: the construction gathers one row more, and the layout another.
+        assert later == [({}, {('gather', 64): 2, ('broadcast', 128): 2, way: 8})] * 3
+        # What is counted does happen, and is seen: the construction exchanges one row more, and the layout another.
         assert set(first[0]) == set(PLANNING)
-        assert first[1].items() >= {('_allgather_base', 64): 4, way: 8}.items()
+        assert first[1].items() >= {('gather', 64): 4, ('broadcast', 128): 4, way: 8}.items()
         assert own == ({'all_gather_object': 1}, {})
 
 

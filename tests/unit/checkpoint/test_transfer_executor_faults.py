@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""What the ranks of a transfer do when rank 1 is lost to it: killed, gone, failing or stalled; real gloo processes.
+"""What the ranks of a transfer do when one is lost to it: killed, gone, failing or stalled; real gloo processes.
 
 Nobody hangs, every other rank raises, and the text says who is lost, and whether targets are untouched or undefined.
 """
@@ -21,7 +21,7 @@ import pytest
 
 from deepspeed.checkpoint.affine_transfer_executor import AffineTransferExecutionError
 from unit.checkpoint.transfer_four_ranks import assert_moved, assert_untouched, buffers_of, executor_of
-from unit.checkpoint.transfer_groups import EXCHANGES, MESSAGES, gloo_outside_any_world, text_of, with_fault
+from unit.checkpoint.transfer_groups import LEARNS, MESSAGES, TELLS, gloo_outside_any_world, text_of, with_fault
 from unit.ranks import RankFailure, run_ranks
 
 # Where the group waits for a minute or more, every other rank must know within this time.
@@ -53,9 +53,10 @@ def failure_of(rank, executor):
     return text
 
 
-def names_rank_1(text):
-    """Whether a message to or from rank 1 failed, or it is among those that had gone."""
-    return re.search(r'(sending to|receiving from) rank 1: |; dead[^:]*: ranks? (\d, )*1\b', text) is not None
+def names(rank, text):
+    """Whether a message to or from this rank failed, or it is among those that had gone."""
+    return re.search(rf'(sending to|receiving from) rank {rank}: |; dead[^:]*: ranks? (\d, )*{rank}\b',
+                     text) is not None
 
 
 def told_of_ranks(function, size, *args, init_world=False):
@@ -75,6 +76,7 @@ class Kill(NamedTuple):
     number: int
     told: Tuple[str, ...]
     delay_s: float = 0.
+    rank: int = 1
 
 
 def die(delay_s=0.):
@@ -85,16 +87,16 @@ def die(delay_s=0.):
 
 
 def outlive(process, kills):
-    """Processes 0, 1 and 2 are ranks 0, 2 and 3 of one group after another; rank 1 is another process in each."""
+    """Processes 0, 1 and 2 are three ranks of one group after another; the killed one is another process in each."""
     for number, kill in enumerate(kills):
         is_victim = process == 3 + number
         if process < 3 or is_victim:
-            rank = 1 if is_victim else (0, 2, 3)[process]
+            rank = kill.rank if is_victim else [rank for rank in range(4) if rank != kill.rank][process]
             group = gloo_outside_any_world(f'group{number}', rank, 4, timeout_s=60)
             if is_victim:
                 group = with_fault(group, kill.methods, kill.number, functools.partial(die, kill.delay_s))
             text = failure_of(rank, executor_of(group, budget=8))
-            assert text.startswith(kill.told) and names_rank_1(text), (kill, text)
+            assert text.startswith(kill.told) and names(kill.rank, text), (kill, text)
 
 
 def assert_others_notice(kills):
@@ -109,16 +111,25 @@ def test_others_say_that_targets_are_undefined_when_a_rank_is_killed_among_its_m
 
 def test_others_say_that_targets_are_untouched_when_a_rank_is_killed_before_anything_moves():
     """At the opening of the first call, when messages were laid out for it, and at the opening of the second one."""
-    assert_others_notice([Kill(EXCHANGES, number, (UNTOUCHED, )) for number in (1, 2, 4)])
+    assert_others_notice([Kill(TELLS, number, (UNTOUCHED, ), rank=rank) for number in (1, 2, 4) for rank in (0, 1)])
 
 
 def test_others_say_that_targets_are_undefined_when_a_rank_is_killed_as_a_call_ends():
-    assert_others_notice([Kill(EXCHANGES, number, (UNDEFINED, )) for number in (3, 5)])
+    assert_others_notice([Kill(TELLS, number, (UNDEFINED, ), rank=rank) for number in (3, 5) for rank in (0, 1)])
+
+
+def test_others_say_the_same_when_the_rank_that_tells_all_is_killed_before_it_does():
+    assert_others_notice([Kill(LEARNS, number, (told, ), rank=0) for number, told in ((1, UNTOUCHED), (3, UNDEFINED))])
+
+
+def test_each_speaks_for_itself_when_a_rank_is_killed_that_has_told_the_others():
+    """Those that learn that it did may begin, or end, what others then cannot."""
+    assert_others_notice([Kill(LEARNS, number, (UNDEFINED, UNTOUCHED)) for number in (1, 2, 3, 4)])
 
 
 def test_others_notice_within_seconds_when_a_rank_is_killed_at_any_moment():
     moments_s = [random.Random(number).uniform(0.005, 0.25) for number in range(20)]
-    assert_others_notice([Kill(EXCHANGES, 1, (UNDEFINED, UNTOUCHED), moment_s) for moment_s in moments_s])
+    assert_others_notice([Kill(TELLS, 1, (UNDEFINED, UNTOUCHED), moment_s) for moment_s in moments_s])
 
 
 def die_before_construction(rank):
@@ -144,7 +155,7 @@ def raise_between_two_calls(rank):
     if rank == 1:
         raise ValueError('a bug of its own')
     text = failure_of(rank, executor)
-    assert text.startswith(UNTOUCHED) and names_rank_1(text), text
+    assert text.startswith(UNTOUCHED) and names(1, text), text
 
 
 def test_others_say_that_targets_are_untouched_when_a_rank_raised_between_two_calls_and_left():
@@ -188,14 +199,14 @@ def stall(rank, methods, number):
     return text, time.monotonic() - started
 
 
-@pytest.mark.parametrize('methods, number, told', [(EXCHANGES, 1, UNTOUCHED), (MESSAGES, 3, UNDEFINED)],
+@pytest.mark.parametrize('methods, number, told', [(TELLS, 1, UNTOUCHED), (MESSAGES, 3, UNDEFINED)],
                          ids=['before anything moves', 'midway'])
 def test_a_stalled_rank_is_given_up_after_the_timeout_of_the_group(methods, number, told):
     texts, seconds = zip(*run_ranks(stall, 4, methods, number, init_world=False))
     assert all(text.startswith(told) for text in texts)
     assert all(TIMEOUT_S - MARGIN_S < seconds[rank] < TIMEOUT_S + MARGIN_S for rank in (0, 2, 3))
     # Who gives up first names it. Others may have lost that one before, but not those that wait for its messages.
-    assert any(names_rank_1(texts[rank]) for rank in (0, 2, 3))
-    assert methods == EXCHANGES or (names_rank_1(texts[0]) and names_rank_1(texts[2]))
+    assert any(names(1, texts[rank]) for rank in (0, 2, 3))
+    assert methods == TELLS or (names(1, texts[0]) and names(1, texts[2]))
     # When it comes, all others have gone.
     assert texts[1].endswith(': ranks 0, 2, 3')

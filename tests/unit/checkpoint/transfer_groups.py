@@ -14,9 +14,10 @@ import torch.distributed as torch_dist
 from deepspeed.checkpoint.affine_transfer_executor import AffineTransferExecutionError
 from unit.ranks import rank_folder
 
-# The methods of a group object that an executor moves payload with, and the one that it exchanges status with.
+# The methods of a group object that an executor moves payload with, and those that each exchange of status calls once:
+# all ranks tell the first one, and that one tells all.
 MESSAGES = ('send', 'recv')
-EXCHANGES = ('_allgather_base', )
+TELLS, LEARNS = ('gather', ), ('broadcast', )
 
 
 def world():
