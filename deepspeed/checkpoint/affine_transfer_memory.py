@@ -7,7 +7,7 @@
 All that a transfer asks of the accelerator is in this file. Nothing here touches it for tensors in host memory alone.
 """
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Dict, FrozenSet, Iterable, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -115,11 +115,9 @@ class Lane:
     def on_new_stream(cls) -> 'Lane':
         return cls(get_accelerator().Stream())
 
-    @contextmanager
     def as_current(self):
-        """In this context, the lane's stream is the current one."""
-        with get_accelerator().stream(self._stream) if self._stream is not None else nullcontext():
-            yield
+        """A context in which the lane's stream is the current one."""
+        return get_accelerator().stream(self._stream) if self._stream is not None else nullcontext()
 
     def copy(self, copies: Copies) -> None:
         """Copy and convert within device memory."""

@@ -11,7 +11,7 @@ for what it waits for; nothing else waits.
 """
 
 from collections import deque
-from typing import Deque, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Deque, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 
@@ -51,6 +51,8 @@ class Mover:
         self._turns = [_Turn() for _ in range(depth)]
         self._no_turn = _Turn()
         self._under_way: Deque[_UnderWay] = deque()
+        self._operations_under_way = 0
+        self._turns_taken: Set[int] = set()
 
     def prepare_device(self, device: torch.device) -> None:
         """Be ready for memory of this device: without it, buffers and messages must be in host memory alone."""
@@ -70,29 +72,25 @@ class Mover:
         started = finished = 0
         while finished < len(windows):
             if started < len(windows) and not self._must_finish_one_before(windows[started]):
-                self._under_way.append(self._start(windows[started]))
+                self._start(windows[started])
                 started += 1
                 continue
             # Peers wait for nothing of this rank now.
             self._incoming.copy(_share(layout.device, finished, len(windows)))
             copy(_share(layout.host, finished, len(windows)))
-            self._finish(self._under_way.popleft())
+            self._finish_oldest()
             finished += 1
         self.until_done()
 
     def _must_finish_one_before(self, loads: Loads) -> bool:
         """Whether a window must wait for the oldest one under way, for its slots or since too many messages are."""
-        if not self._under_way:
-            return False
-        if loads.turn is not None and any(window.loads.turn == loads.turn for window in self._under_way):
-            return True
-        operations = sum(len(window.sends) + len(window.receives) for window in (loads, *self._under_way))
-        return operations > self._max_operations
+        is_one_too_many = self._operations_under_way + loads.operations > self._max_operations
+        return bool(self._under_way) and (is_one_too_many or loads.turn in self._turns_taken)
 
     def _turn_of(self, loads: Loads) -> _Turn:
         return self._no_turn if loads.turn is None else self._turns[loads.turn]
 
-    def _start(self, loads: Loads) -> _UnderWay:
+    def _start(self, loads: Loads) -> None:
         turn = self._turn_of(loads)
         self._until_slots_may_be_packed(turn)
         self._pack(loads.sends, turn.packed)
@@ -102,7 +100,10 @@ class Mover:
         sends, receives = self._exchange(loads)
         self._pack([sender for sender, _ in loads.to_itself], turn.packed)
         self._unpack_on_device([receiver for _, receiver in loads.to_itself], turn.arrived)
-        return _UnderWay(loads, sends, receives)
+        self._under_way.append(_UnderWay(loads, sends, receives))
+        self._operations_under_way += loads.operations
+        if loads.turn is not None:
+            self._turns_taken.add(loads.turn)
 
     def _exchange(self, loads: Loads) -> Tuple[List[PendingMessage], List[PendingMessage]]:
         if not loads.sends and not loads.receives:
@@ -119,7 +120,8 @@ class Mover:
         if any(load.is_watched for load in loads):
             self._outgoing.set(mark)
 
-    def _finish(self, under_way: _UnderWay) -> None:
+    def _finish_oldest(self) -> None:
+        under_way = self._under_way.popleft()
         loads, turn = under_way.loads, self._turn_of(under_way.loads)
         for load, message in zip(loads.receives, under_way.receives):
             self._until_received(message)
@@ -139,6 +141,8 @@ class Mover:
                 copy(load.host)
         for message in under_way.sends:
             self._until_sent(message)
+        self._operations_under_way -= loads.operations
+        self._turns_taken.discard(loads.turn)
 
     def _unpack_on_device(self, loads: Sequence[Load], mark: Mark) -> None:
         for load in loads:

@@ -59,6 +59,8 @@ def _bound(laid: _Laid, buffers: Buffers) -> torch.Tensor:
 
 
 def _bound_copies(copies: Copies, buffers: Buffers) -> Copies:
+    if not copies.targets:
+        return copies
     return Copies(*([_bound(laid, buffers) for laid in side] for side in copies))
 
 
@@ -90,6 +92,11 @@ class Loads(NamedTuple):
     receives: List[Load]
     to_itself: List[Tuple[Load, Load]]
     turn: Optional[int]
+
+    @property
+    def operations(self) -> int:
+        """How many operations of a transport its messages are."""
+        return len(self.sends) + len(self.receives)
 
     def bound(self, buffers: Buffers) -> 'Loads':
         return Loads([load.bound(buffers) for load in self.sends], [load.bound(buffers) for load in self.receives],
