@@ -92,8 +92,8 @@ def _items(what: str, mapping):
 def signature(tensors: Mapping[BufferKey, torch.Tensor]) -> Tuple:
     """All that the checks below read of collected buffers: where signatures are equal, so is their answer."""
     return tuple((key, type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.data_ptr(),
-                  tensor.storage_offset(), tensor.untyped_storage().nbytes(), tensor.is_conj(), tensor.is_neg())
-                 for key, tensor in tensors.items())
+                  tensor.storage_offset(), tensor.untyped_storage().nbytes(), tensor.is_conj(), tensor.is_neg(),
+                  tensor._is_zerotensor()) for key, tensor in tensors.items())
 
 
 def check_buffers(tensors: Mapping[BufferKey, torch.Tensor], shards: Mapping[BufferKey, Shard],
@@ -127,8 +127,9 @@ def _check_storage(what: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
     if not tensor.is_cpu and tensor.device != accelerator_device():
         usable = f'or {accelerator_device()}' if accelerator_device() else '(there is no accelerator)'
         raise AffineTransferExecutionError(f'{what} is on device {tensor.device}, expected host memory {usable}')
-    # A lazy conjugate or negative view and a quantized tensor show other values than they store.
-    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+    # A lazy conjugate or negative view and a quantized tensor show other values than they store; a ZeroTensor, which
+    # stands for a gradient of zeros, stores none.
+    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
         _refuse_view(what, tensor)
     if tensor.untyped_storage().nbytes() == 0:
         raise AffineTransferExecutionError(f'{what} has no storage: it was freed')

@@ -132,7 +132,8 @@ class PairDigest:
             digest.update(encoded + struct.pack(f'<{len(numbers)}q', *numbers))
             segments += 1
             elements += segment.numel
-        return cls(int.from_bytes(digest.digest(), 'little'), segments, elements)
+        # Sizes may be NumPy's, whose sums json does not write.
+        return cls(int.from_bytes(digest.digest(), 'little'), segments, int(elements))
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,8 @@ class Schedule:
 
         ``source_ranks`` and ``target_ranks`` give the rank that each location is bound to. Parameters are taken in the
         order of their names, so that processes that met them in different orders agree. Raises
-        AffineTransferExecutionError when a location has no rank, or when the budget does not hold one element.
+        AffineTransferExecutionError when a location has no rank, when a segment is no box at both ends, or when the
+        budget does not hold one element.
         """
         if bytes_per_peer < wire.itemsize:
             raise AffineTransferExecutionError(
@@ -222,7 +224,10 @@ def _pairs_of(plans, source_ranks, target_ranks, rank):
         for segment in plans[name].segments:
             source = _rank_of(segment.source_rank, source_ranks, 'source', name)
             target = _rank_of(segment.target_rank, target_ranks, 'target', name)
-            if segment.numel == 0 or rank not in (source, target):
+            if rank not in (source, target):
+                continue
+            _check_box(name, segment)
+            if segment.numel == 0:
                 continue
             if source == target:
                 local.append((name, segment))
@@ -231,6 +236,16 @@ def _pairs_of(plans, source_ranks, target_ranks, rank):
             else:
                 incoming.setdefault(source, []).append((name, segment))
     return local, outgoing, incoming
+
+
+def _check_box(name: str, segment: TransferSegment) -> None:
+    """Refuse a segment, made by hand, of tuples that zip would cut down to the shortest, or of a negative size."""
+    shape, source_strides, target_strides = segment.shape, segment.source_strides, segment.target_strides
+    if not len(shape) == len(source_strides) == len(target_strides) or min(shape, default=0) < 0:
+        raise AffineTransferExecutionError(
+            f'a segment{of_parameter(name)} from location {segment.source_rank} to location {segment.target_rank} has '
+            f'shape {shape}, source strides {source_strides} and target strides {target_strides}, which must be of '
+            'equal length, with sizes of 0 or more')
 
 
 def _rank_of(location: int, ranks: Mapping[int, int], side: str, name: str) -> int:

@@ -4,13 +4,16 @@
 # DeepSpeed Team
 """Which buffers and arguments an executor takes, and which it refuses, all within one process."""
 
+import re
 import time
+from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
 from deepspeed.checkpoint.affine import contiguous_split_map, replicated_map
-from deepspeed.checkpoint.affine_transfer import plan_transfer
+from deepspeed.checkpoint.affine_transfer import TransferPlan, TransferSegment, plan_transfer
 from deepspeed.checkpoint.affine_transfer_executor import (AffineTransferExecutionError, AffineTransferExecutor,
                                                            StagingBudget, TransferEndpoints)
 from unit.checkpoint.transfer_cases import line_plan
@@ -96,6 +99,13 @@ def test_a_lazy_conjugate_is_refused():
             dtype=torch.complex64)
 
 
+def test_a_tensor_of_zeros_that_has_no_memory_is_refused():
+    zeros = torch._efficientzerotensor(4)
+    refuses('source buffer of location 0 does not store the values it shows', FOUR, {0: zeros}, {0: torch.ones(4)})
+    with pytest.raises(AffineTransferExecutionError, match='before it began: .*target buffer of location 0 does not '):
+        execute(FOUR, {0: torch.ones(4)}, {0: zeros})
+
+
 def test_buffers_that_are_no_dict_are_refused():
     refuses('source buffers must be a dict, not a list', FOUR, [torch.zeros(4)], {0: torch.zeros(4)})
 
@@ -117,6 +127,42 @@ def test_a_freed_buffer_and_a_location_that_is_no_number_are_refused_by_name():
         execute(plan, {0: freed}, {0: torch.zeros(3)})
     with pytest.raises(AffineTransferExecutionError, match="target buffer of location '0'"):
         execute(plan, {0: torch.zeros(3)}, {'0': torch.zeros(3)})
+
+
+# Buffers like those of the call before, in all but one thing
+
+REALS, PAIRS = torch.zeros(4), torch.zeros(4, dtype=torch.complex64)
+NOT_STORED = 'does not store the values it shows'
+
+
+@pytest.mark.parametrize('accepted, refused, words',
+                         [(REALS, REALS.view(torch.int32), 'has dtype torch.int32, expected torch.float32'),
+                          (PAIRS, PAIRS.conj(), NOT_STORED), (PAIRS.imag, PAIRS.conj().imag, NOT_STORED)],
+                         ids=['dtype', 'conjugate', 'negative'])
+def test_another_view_of_memory_that_was_accepted_is_checked_again(accepted, refused, words):
+    assert refused.data_ptr() == accepted.data_ptr() and refused.stride() == accepted.stride()
+    executor = AffineTransferExecutor(FOUR, HERE, dtype=accepted.dtype)
+    other = torch.zeros(4, dtype=accepted.dtype)
+    for buffers_with in (lambda tensor: ({0: tensor}, {0: other}), lambda tensor: ({0: other}, {0: tensor})):
+        executor.execute(*buffers_with(accepted))
+        with pytest.raises(AffineTransferExecutionError, match=f'before it began: .* buffer of location 0 {words}'):
+            executor.execute(*buffers_with(refused))
+
+
+def test_a_storage_that_shrank_where_it_lies_is_checked_again():
+    executor = AffineTransferExecutor(FOUR, HERE, dtype=torch.float32)
+    source, target = torch.ones(4), torch.zeros(4)
+    executor.execute({0: source}, {0: target})
+    address_of, address = torch.Tensor.data_ptr, source.data_ptr()
+    source.untyped_storage().resize_(12)
+
+    # The allocator gives the old address back at times; here it seems to each time.
+    def unmoved(tensor):
+        return address if tensor is source else address_of(tensor)
+
+    with mock.patch.object(torch.Tensor, 'data_ptr', unmoved):
+        with pytest.raises(AffineTransferExecutionError, match='reaches over 16 bytes of a storage of 12'):
+            executor.execute({0: source}, {0: target})
 
 
 # Sharing memory
@@ -227,3 +273,24 @@ def test_a_plan_that_reaches_past_its_own_shard_is_refused():
     plan = line_plan((0, 2, 0, 0, 4), source_numels={0: 5}, target_numels={0: 4})
     with pytest.raises(AffineTransferExecutionError, match=r'addresses 6 elements of location 0, whose shard \(5,\)'):
         AffineTransferExecutor(plan, HERE, dtype=torch.float32)
+
+
+@pytest.mark.parametrize('change', [
+    dict(source_strides=(1, )),
+    dict(target_strides=(1, )),
+    dict(source_strides=(3, 1, 1)),
+    dict(shape=(6, )),
+    dict(shape=(2, -3)),
+    dict(shape=(-2, -3)),
+    dict(shape=(0, -3))
+])
+def test_a_segment_that_is_no_box_is_refused_by_name(change):
+    good = TransferSegment(0, 0, (3, 1), 0, 0, (3, 1), (2, 3))
+    segment = replace(good, **change)
+    described = (
+        f'a segment of w from location 0 to location 0 has shape {segment.shape}, source strides '
+        f'{segment.source_strides} and target strides {segment.target_strides}, which must be of equal length, '
+        'with sizes of 0 or more')
+    plans = {'v': TransferPlan((good, ), (2, 3), 6, None), 'w': TransferPlan((segment, ), (2, 3), 6, None)}
+    with pytest.raises(AffineTransferExecutionError, match=f'before it began: rank 0: {re.escape(described)}$'):
+        AffineTransferExecutor(plans, HERE, dtype=torch.float32)

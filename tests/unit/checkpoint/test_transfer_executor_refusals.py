@@ -9,6 +9,7 @@ Every rank learns of it and of the cause, before anything was written, and all c
 
 import re
 
+import numpy as np
 import torch
 
 from deepspeed.checkpoint.affine_transfer_executor import TransferEndpoints
@@ -138,6 +139,7 @@ def test_a_rank_that_cannot_construct_its_executor_tells_all():
 
 # Disagreement
 
+FOUR_SETTINGS = dict(budget=128, max_active_peers=1, dtype=torch.bfloat16, source_dtype=torch.float64)
 OTHERS = {
     'budget': dict(budget=128),
     'active peers': dict(max_active_peers=1),
@@ -154,6 +156,8 @@ OTHERS = {
         0: 2,
         1: 1
     })),
+    'four settings': FOUR_SETTINGS,
+    'four settings and another name': dict(plans={'v': plan_of()}, **FOUR_SETTINGS),
 }
 
 
@@ -187,6 +191,22 @@ def test_ranks_with_another_plan_budget_dtype_or_endpoints_are_found_before_anyt
     assert told['another name'].count(elsewhere) == 2
     assert re.match('digest of the endpoints: [0-9a-f]{16} on .*, [0-9a-f]{16} on rank 1;', told['endpoints'])
     assert 'rank 0 sends 1 segments of 4 elements to rank 1' in told['endpoints']
+    settings = '; '.join(told[kind] for kind in ('budget', 'dtype', 'active peers', 'source dtype'))
+    assert told['four settings'] == settings
+    assert told['four settings and another name'] == settings + '; and 2 more'
+
+
+def disagree_in_numbers_of_numpy(rank):
+    numbers = map(np.int64, (0, 4 * rank, 0, 0, 4))
+    return text_of(
+        lambda: executor_of(plans={'w': plan_of(tuple(numbers))}, endpoints=TransferEndpoints({0: 0}, {0: 1})))
+
+
+def test_plans_of_numpy_integers_are_told_apart_like_others():
+    assert run_ranks(disagree_in_numbers_of_numpy, 2) == [
+        'ranks disagree about the transfer schedule: rank 0 sends 1 segments of 4 elements to rank 1, which expects '
+        '1 segments of 4 elements at other addresses, of other parameters or in another order'
+    ] * 2
 
 
 def leave_the_copy_to_each_other(rank):
@@ -215,6 +235,27 @@ def test_a_refusal_that_cannot_be_written_as_unicode_is_a_refusal_all_the_same()
     texts = run_ranks(refuse_with_text_that_is_no_unicode, 4)
     assert texts.count(texts[0]) == 4
     assert 'rank 1' in texts[0] and 'udc80' in texts[0]
+
+
+LONG_NAME = '\u00fc' * 2000
+
+
+def refuse_at_length(rank):
+    executor = executor_of()
+    sources, targets = buffers_of(rank)
+    wrong = {**sources, LONG_NAME: {0: torch.zeros(1)}} if rank == 1 else sources
+    text = text_of(lambda: executor.execute(wrong, targets))
+    assert_untouched(rank, 'target', targets)
+    executor.execute(sources, targets)
+    assert_moved(rank, targets)
+    return text
+
+
+def test_a_long_cause_reaches_every_rank_without_its_end_and_all_can_go_on():
+    # The cut falls within a letter of two bytes, which goes with the rest.
+    cause = f'the source buffer of location 0 of {LONG_NAME}'.encode()[:1024].decode(errors='ignore')
+    assert len(cause.encode()) == 1023
+    assert run_ranks(refuse_at_length, 4) == [f'transfer refused before it began: rank 1: {cause}'] * 4
 
 
 def plans_cut_down_to_one_rank(rank):
