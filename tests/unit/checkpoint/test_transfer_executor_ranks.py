@@ -133,6 +133,25 @@ def test_a_group_made_by_deepspeed_comm_carries_a_transfer():
     assert run_ranks(world_group_of_deepspeed, 2) == [True, True]
 
 
+def message_of_the_owner_around_a_transfer(rank):
+    """The owner of the group sends 4 elements before an execute that moves 4, and receives them after it."""
+    group, of_owner, buffer = world(), torch.arange(4.) * (1 - rank), (torch.arange(4.) + 10) * (1 - rank)
+    executor = AffineTransferExecutor(line_plan((0, 0, 0, 0, 4)),
+                                      TransferEndpoints({0: 0}, {0: 1}),
+                                      dtype=torch.float32,
+                                      group=group)
+    sent = [group.send([of_owner], 1, 0)] if rank == 0 else []
+    executor.execute({0: buffer} if rank == 0 else {}, {0: buffer} if rank else {})
+    for work in sent or [group.recv([of_owner], 0, 0)]:
+        work.wait()
+    return of_owner.tolist(), buffer.tolist()
+
+
+def test_a_message_of_the_groups_owner_that_is_pending_meanwhile_is_kept_apart():
+    expected = ([0, 1, 2, 3], [10, 11, 12, 13])
+    assert run_ranks(message_of_the_owner_around_a_transfer, 2, timeout=60) == [expected] * 2
+
+
 # What a rank does
 
 

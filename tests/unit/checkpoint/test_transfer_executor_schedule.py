@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepspeed.checkpoint import affine_transfer_schedule
 from deepspeed.checkpoint.affine_transfer import TransferPlan, TransferSegment
 from deepspeed.checkpoint.affine_transfer_schedule import ALONE_BYTES_BY_BARE_ENDS as ALONE_BYTES
 from deepspeed.checkpoint.affine_transfer_schedule import (AffineTransferExecutionError, Box, Chunk, PairDigest,
@@ -116,6 +117,16 @@ def test_a_run_that_is_converted_does_not_travel_alone_from_its_source():
     plans = {'a': matrix_plan((rows, 2), (2, 1), (3, 1)), 'b': line_plan((0, 0, 1, 0, 4))}
     wire = Wire.between(4, 2, True)
     assert sizes_to(schedule_of(plans, rank=0, bytes_per_peer=1 << 24, wire=wire), 1) == [2 * rows + 4]
+
+
+@pytest.mark.parametrize('plan, expected', [(line_plan((0, 0, 1, 0, 150)), [100, 50]),
+                                            (matrix_plan((10, 4), (4, 1), (6, 1)), [16, 16, 8]),
+                                            (matrix_plan((10, 4), (5, 1), (6, 1)), [16, 16, 8])])
+def test_only_what_is_bare_at_both_ends_is_longer_than_what_is_packed(plan, expected):
+    """A budget for two messages of 100 elements, of which 16 may be packed; bare at two, one and no ends."""
+    with mock.patch.object(affine_transfer_schedule, 'MAX_PACKED_BYTES', 16 * 4):
+        with mock.patch.dict(ALONE_BYTES, {1: 8 * 4, 2: 8 * 4}):
+            assert sizes_to(schedule_of({'w': plan}, rank=0, bytes_per_peer=2 * 100 * 4), 1) == expected
 
 
 @pytest.mark.parametrize('sizes, expected',

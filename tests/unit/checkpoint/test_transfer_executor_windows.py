@@ -13,6 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepspeed.checkpoint.affine import contiguous_split_map
+from deepspeed.checkpoint.affine_transfer import plan_transfer
 from deepspeed.checkpoint.affine_transfer_executor import (AffineTransferExecutionError, AffineTransferExecutor,
                                                            StagingBudget, TransferEndpoints)
 from deepspeed.checkpoint.affine_transfer_transport import ProcessGroupTransport
@@ -184,6 +186,29 @@ def test_a_thousand_runs_travel_in_small_groups_while_a_rank_is_idle(size, budge
                                               for peer in window[side]})) for side in (0, 1)
         ]
         assert stats.peak_host_staging_bytes <= budget.bytes_per_peer * sum(active)
+
+
+def strided_columns(rank):
+    """6 rows of 16 bytes, strided at both ends, two rows to a message: the most messages in a window and under way."""
+    plan = plan_transfer(contiguous_split_map((6, 8), [4, 4], 1), contiguous_split_map((6, 8), [6], 0))
+    transport = CountingTransport(world())
+    executor = AffineTransferExecutor(plan,
+                                      TransferEndpoints({0: 0}, {
+                                          0: 0,
+                                          1: 1
+                                      }),
+                                      dtype=torch.float32,
+                                      budget=StagingBudget(64),
+                                      group=transport)
+    full, base = torch.arange(48.).view(6, 8), torch.zeros(6, 5)
+    executor.execute({0: full} if rank == 0 else {}, {rank: base[:, :4]})
+    assert torch.equal(base[:, :4], full.split(4, dim=1)[rank])
+    assert transport.under_way == 0
+    return max(transport.handed_over), transport.most_under_way
+
+
+def test_a_window_is_packed_while_another_one_travels():
+    assert run_ranks(strided_columns, 2) == [(1, 2)] * 2
 
 
 def everybody_to_everybody(rank, max_active_peers):

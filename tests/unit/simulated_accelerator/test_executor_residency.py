@@ -179,22 +179,28 @@ def test_a_run_between_ranks_is_staged_only_where_memory_and_transport_differ(so
 
 
 def host_waits_for_many_parts(source, target, memory):
-    """How often the host waits for streams and events in one execute that moves 40 converted parts in one message."""
-    plans = {f'p{number:02}': line_plan((0, 0, 0, 0, 8)) for number in range(40)}
+    """How often the hosts of 3 ranks wait for streams and events in one execute that moves 40 converted parts in one
+    message from each rank to each other one, all in one window."""
+    numels = dict.fromkeys(range(3), 24)
+    pairs = [(s, 8 * t, t, 8 * s, 8) for s in range(3) for t in range(3) if s != t]
+    plans = {f'p{number:02}': line_plan(*pairs, source_numels=numels, target_numels=numels) for number in range(40)}
+    same = {place: place for place in range(3)}
 
     def body(transport):
+        rank = transport.rank
         executor = AffineTransferExecutor(plans,
-                                          TransferEndpoints({0: 0}, {0: 1}),
+                                          TransferEndpoints(same, same),
                                           dtype=torch.bfloat16,
                                           source_dtype=torch.float32,
                                           group=transport)
-        sources = {name: {0: put(torch.ones(8), source)} for name in plans} if transport.rank == 0 else {}
-        targets = {name: {0: put(torch.zeros(8).bfloat16(), target)} for name in plans} if transport.rank else {}
-        executor.execute(sources, targets)
-        return all(by_place[0].cpu().eq(1).all() for by_place in targets.values())
+        sources = {name: {rank: put(torch.full((24, ), rank + 1.), source)} for name in plans}
+        targets = {name: {rank: put(torch.zeros(24).bfloat16(), target)} for name in plans}
+        assert executor.execute(sources, targets).rounds == 1
+        expected = [0 if place == rank else place + 1 for place in range(3) for _ in range(8)]
+        return all(by_place[rank].tolist() == expected for by_place in targets.values())
 
     with observed('affine_transfer') as calls:
-        assert run_ranks(body, 2, 0, memory=memory) == [True, True]
+        assert run_ranks(body, 3, 0, memory=memory) == [True] * 3
     return sum(count for site, count in calls.items() if site[0] in ('Stream.synchronize', 'Event.synchronize'))
 
 
@@ -203,10 +209,8 @@ def host_waits_for_many_parts(source, target, memory):
                                                            ('device', 'device', 'device only', 0),
                                                            ('pageable', 'pageable', 'device only', 1)])
 def test_the_host_waits_once_for_all_parts_of_a_window(source, target, memory, waits):
-    """Besides, every rank that uses its device waits once for either lane at the end."""
-    at_the_end = 2 * ((source == 'device' or memory == 'device only') +
-                      (target == 'device' or memory == 'device only'))
-    assert host_waits_for_many_parts(source, target, TRANSPORTS[memory]) == at_the_end + waits
+    """Besides, every rank, as all use their devices, waits once for either lane at the end."""
+    assert host_waits_for_many_parts(source, target, TRANSPORTS[memory]) == 3 * (waits + 2)
 
 
 def test_a_rank_whose_buffers_are_in_host_memory_leaves_its_device_alone():
