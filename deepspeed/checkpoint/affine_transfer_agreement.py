@@ -24,7 +24,7 @@ import torch
 from .affine_transfer_schedule import AffineTransferExecutionError, PairDigest
 from .affine_transfer_transport import Transport
 
-__all__ = ['Agreement', 'Opening', 'Terms', 'ranks_text']
+__all__ = ['Agreement', 'Opening', 'Refused', 'Terms', 'ranks_text']
 
 _CONSTRUCT, _OPEN, _READY, _CLOSE = range(4)
 _WORD = 1 << 64
@@ -50,6 +50,10 @@ class _Status(NamedTuple):
         return f'{("begins", "lays out", "ends")[self.phase - 1]} executor {self.executor:016x}'
 
 
+class Refused(Exception):
+    """All ranks have agreed not to go on, and why. No other exception means that, whatever raised it."""
+
+
 class Terms(NamedTuple):
     """What must agree between ranks: settings by name on all of them, and per pair its segments on both ends."""
     settings: Dict[str, str]
@@ -66,8 +70,8 @@ class Opening(NamedTuple):
 class Agreement:
     """The status exchanges of one executor. All methods are called by every rank of the group.
 
-    They raise AffineTransferExecutionError on every rank alike, after which the group is as usable as before, or
-    RuntimeError when the transport failed.
+    They raise Refused on every rank alike, after which the group is as usable as before, or RuntimeError when the
+    transport failed.
     """
 
     def __init__(self, transport: Transport):
@@ -108,8 +112,8 @@ class Agreement:
         """Learn that every rank has moved its part of this call; RuntimeError where one is elsewhere."""
         try:
             self._exchange(_Status(_CLOSE, self._executor))
-        except AffineTransferExecutionError as error:
-            raise RuntimeError(str(error)) from error
+        except Refused as refused:
+            raise RuntimeError(str(refused)) from refused
 
     def _exchange(self, status: _Status) -> List[_Status]:
         self._row_values[:] = [_signed(value) for value in status]
@@ -131,7 +135,7 @@ class Agreement:
             return
         causes = self._gather_text(_text_of(fault), _CAUSE_BYTES)
         told = '; '.join(f'rank {rank}: {text}' for rank, text in enumerate(causes) if statuses[rank].refuses)
-        raise AffineTransferExecutionError(f'transfer refused before it began: {told}') from fault
+        raise Refused(f'transfer refused before it began: {told}') from fault
 
     def _gather_text(self, text: str, limit_bytes: Optional[int] = None) -> List[str]:
         """Every rank's text, cut to ``limit_bytes``; without a limit, the longest one's size is found out first."""
@@ -211,8 +215,8 @@ def _why(sent: Optional[List[int]], expected: Optional[List[int]]) -> str:
     return ' at other addresses, of other parameters or in another order' if same_sums else ''
 
 
-def _disagreement(differences: List[str]) -> AffineTransferExecutionError:
+def _disagreement(differences: List[str]) -> Refused:
     told = differences[:_DIFFERENCES_TOLD]
     if len(differences) > len(told):
         told.append(f'and {len(differences) - len(told)} more')
-    return AffineTransferExecutionError(f'ranks disagree about the transfer schedule: {"; ".join(told)}')
+    return Refused(f'ranks disagree about the transfer schedule: {"; ".join(told)}')

@@ -18,8 +18,9 @@ all ranks raise AffineTransferExecutionError, naming it and its cause: ``transfe
 *Failure.* Once bytes move, a lost peer makes every survivor raise, within the group's timeout: what its targets hold
 is undefined, and neither the executor nor the group can be used again. Another exchange ends each ``execute``, so a
 rank without any traffic to the lost one learns of it too. When a rank dies within that very exchange, some survivors
-may return, with all of their targets written, and learn of it in their next call. Over NCCL a lost peer is noticed by
-PyTorch's watchdog, which by default ends the process instead.
+may return, with all of their targets written, and learn of it in their next call. A rank that is done waits for the
+others in it, so the timeout must be longer than any one ``execute``. Over NCCL a lost peer is noticed by PyTorch's
+watchdog, which by default ends the process instead.
 
 *Bound.* Messages are staged in at most
 
@@ -53,7 +54,7 @@ from typing import Dict, List, Mapping, NamedTuple, Optional, Tuple, Union
 import torch
 
 from .affine_transfer import TransferPlan
-from .affine_transfer_agreement import Agreement, ranks_text
+from .affine_transfer_agreement import Agreement, Refused, ranks_text
 from .affine_transfer_buffers import BufferKey, signature
 from .affine_transfer_memory import (HOST, PAGEABLE, PINNED, accelerator_device, may_send_device_memory, memory_of,
                                      residency_of, wire_memory_by_peer)
@@ -61,7 +62,7 @@ from .affine_transfer_mover import Mover
 from .affine_transfer_part import Part, StagingBudget, TransferEndpoints, TransferStats
 from .affine_transfer_schedule import AffineTransferExecutionError
 from .affine_transfer_staging import Layout, lay_out
-from .affine_transfer_transport import one_at_a_time_over, transport_over
+from .affine_transfer_transport import lock_over, refuse_within, transport_over
 
 __all__ = [
     'AffineTransferExecutionError', 'AffineTransferExecutor', 'StagingBudget', 'TransferEndpoints', 'TransferStats',
@@ -126,7 +127,7 @@ class AffineTransferExecutor:
                  group: Optional[object] = None):
         self._transport = transport_over(group)
         self._agreement = Agreement(self._transport)
-        self._one_at_a_time = one_at_a_time_over(group)
+        self._lock = lock_over(group)
         self._part: Optional[Part] = None
         self._mover: Optional[Mover] = None
         # Of the buffers that passed the checks last.
@@ -135,7 +136,8 @@ class AffineTransferExecutor:
         self._ready: Optional[_Ready] = None
         self._broken: Optional[str] = None
         self._doing = 'the ranks could not agree on a transfer, nothing was moved'
-        with self._one_at_a_time, self._giving_up():
+        refuse_within(self._lock)
+        with self._lock, self._giving_up():
             fault, terms = None, None
             try:
                 self._part = Part.of(plans, endpoints, source_dtype or dtype, dtype, budget, self._transport)
@@ -164,8 +166,9 @@ class AffineTransferExecutor:
         Raises AffineTransferExecutionError: on all ranks, with targets untouched, when one of them refuses; with
         targets undefined where the text says that the transfer failed after it began.
         """
+        refuse_within(self._lock)
         # Targets may be inference tensors, which can be written only in this mode; others are written as ever.
-        with self._one_at_a_time, torch.inference_mode():
+        with self._lock, torch.inference_mode():
             if self._broken:
                 raise AffineTransferExecutionError(f'this executor can no longer be used: {self._broken}')
             started = time.perf_counter()
@@ -189,14 +192,14 @@ class AffineTransferExecutor:
         """Whatever fails but a refusal, which all ranks share, ends this executor and lets its peers know at once."""
         try:
             yield
-        except AffineTransferExecutionError:
-            raise
+        except Refused as refused:
+            raise AffineTransferExecutionError(str(refused)) from refused.__cause__
         except BaseException as error:
             self._broken = f'{self._doing}: {str(error) or type(error).__name__}'
             try:
                 gone = self._transport.abandon()
                 if gone:
-                    self._broken += f'; dead, too late or out before: {ranks_text(gone)}'
+                    self._broken += f'; no longer reachable: {ranks_text(gone)}'
                 # Buffers may be freed once this has raised. What waits for peers on a stream was ended by the above.
                 if self._mover is not None:
                     self._mover.until_done()

@@ -11,6 +11,7 @@ look a group up in the default world, and answer wrongly or raise for one that j
 from a store, as groups between trainers and rollout workers are.
 """
 
+import time
 from datetime import timedelta
 from functools import partial
 from threading import RLock
@@ -18,25 +19,26 @@ from typing import Callable, FrozenSet, List, Optional, Protocol, Sequence, Tupl
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.distributed import BroadcastOptions, GatherOptions
+from torch.distributed import BroadcastOptions
 
 from .affine_transfer_memory import DEVICE, HOST, accelerator_device, accelerator_type
 
 __all__ = [
-    'Transport', 'PendingMessage', 'ProcessGroupTransport', 'LoneTransport', 'transport_over', 'OneAtATime',
-    'one_at_a_time_over'
+    'Transport', 'PendingMessage', 'ProcessGroupTransport', 'LoneTransport', 'transport_over', 'lock_over',
+    'refuse_within'
 ]
 
 # Messages of one tag between two ranks arrive in the order they were sent. A tag of our own keeps them apart from
 # messages that the owner of the group sends with the default tag.
 _MESSAGE_TAG = 0x0AFF
 _NEVER_SENT_TAG = 0x0AFE
+_ROW_TAG = 0x0AFD
 _GIVE_UP_AFTER = timedelta(milliseconds=1)
 
-_TO_FIRST_RANK, _FROM_FIRST_RANK = GatherOptions(), BroadcastOptions()
-_TO_FIRST_RANK.rootRank = _FROM_FIRST_RANK.rootRank = 0
+_FROM_FIRST_RANK = BroadcastOptions()
+_FROM_FIRST_RANK.rootRank = 0
 
-_one_at_a_time_by_group = WeakKeyDictionary()
+_lock_by_group = WeakKeyDictionary()
 
 # A contiguous tensor of one dimension, and the peer that it goes to or comes from.
 Addressed = Tuple[torch.Tensor, int]
@@ -85,8 +87,8 @@ class Transport(Protocol):
         """Fail what peers have pending with this rank, so that they need not wait for the group's timeout, and see to
         it that none of this rank's own messages touches memory any more.
 
-        Returns the ranks that nothing could be posted to any more: dead ones, those that have abandoned the group
-        themselves, and those that a message timed out with.
+        Returns the ranks that nothing could be posted to any more: dead ones and those that have abandoned the group
+        themselves; all ranks where a wait for one of them timed out.
         """
 
 
@@ -106,6 +108,7 @@ class ProcessGroupTransport:
         self._coalesced = (torch.device(accelerator_type()), ) if accelerator_type() in types else ()
         self._device_backend = self._device_backend_of(group) if self._coalesced or not types else None
         takes_host = 'cpu' in types if types else group.name() == 'gloo'
+        self._host_backend = group._get_backend(torch.device('cpu')) if 'cpu' in types else group
         self.memory = frozenset([HOST] * takes_host + [DEVICE] * (self._device_backend is not None))
         if not self.memory:
             raise TypeError(f'{group!r} takes neither messages in host memory nor coalesced ones in the memory of the '
@@ -147,15 +150,36 @@ class ProcessGroupTransport:
 
     def all_gather(self, table, row):
         if HOST in self.memory:
-            # gloo's allgather hands rows round a ring, so each of its steps waits for another process to be scheduled.
-            is_root = self.rank == _TO_FIRST_RANK.rootRank
-            self._group.gather([list(table)] if is_root else [], [row], _TO_FIRST_RANK).wait()
-            self._group.broadcast([table], _FROM_FIRST_RANK).wait()
+            self._all_gather_by_first_rank(table, row)
             return
         device_table, device_row = self._on_device(table, row)
         device_row.copy_(row)
         self._group._allgather_base(device_table.view(-1), device_row).wait()
         table.copy_(device_table)
+
+    def _all_gather_by_first_rank(self, table, row):
+        """All tell the first rank, which tells all.
+
+        gloo's allgather hands rows round a ring instead: each of its steps waits for another process to be scheduled,
+        for up to a timeout of its own, and nobody learns who has not come.
+        """
+        learn = partial(self._group.broadcast, [table], _FROM_FIRST_RANK)
+        if self.rank > 0:
+            told = _Posted('sending to rank 0', partial(self._group.send, [row], 0, _ROW_TAG))
+            _Posted('receiving from rank 0 what all ranks told it', learn).wait()
+            told.wait()
+            return
+        table[0].copy_(row)
+        tellers = [
+            _Posted(f'receiving from rank {peer}', partial(self._group.recv, [table[peer]], peer, _ROW_TAG))
+            for peer in range(1, self.size)
+        ]
+        # None where a backend does not tell. A wait of its own for each would let them add up.
+        timeout = getattr(getattr(self._host_backend, 'options', None), '_timeout', None)
+        deadline = timeout and time.monotonic() + timeout.total_seconds()
+        for teller in tellers:
+            teller.wait(deadline and timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        _Posted('sending to all ranks', learn).wait()
 
     def _on_device(self, *tensors: torch.Tensor) -> List[torch.Tensor]:
         """Device memory of the form of these tensors, the same as the last time where they are of the same form."""
@@ -202,8 +226,9 @@ class _Posted:
         self._doing = doing
         self._work = self._told(post)
 
-    def wait(self):
-        self._told(self._work.wait)
+    def wait(self, timeout: Optional[timedelta] = None):
+        """Raises RuntimeError after ``timeout`` too, in place of the group's."""
+        self._told(self._work.wait if timeout is None else partial(self._work.wait, timeout))
 
     def _told(self, call):
         try:
@@ -249,31 +274,16 @@ def transport_over(group: Optional[object]) -> Transport:
         raise TypeError(f'{group!r} is not a process group that this process is a member of') from error
 
 
-class OneAtATime:
-    """A context that one thread is in at a time; others wait.
-
-    Entering it again from within, as a signal handler can, raises RuntimeError instead of waiting for ever.
-    """
-
-    def __init__(self):
-        self._lock = RLock()
-        self._is_taken = False
-
-    def __enter__(self):
-        self._lock.acquire()
-        if self._is_taken:
-            self._lock.release()
-            raise RuntimeError('this thread is in a transfer over the same group already')
-        self._is_taken = True
-
-    def __exit__(self, *_):
-        self._is_taken = False
-        self._lock.release()
-
-
-def one_at_a_time_over(group: Optional[object]) -> OneAtATime:
-    """The context of everything that is done through ``group``; a new one when it is None.
+def lock_over(group: Optional[object]) -> RLock:
+    """The lock of everything that is done through ``group``; a new one when it is None.
 
     Messages of two executors look alike to a group: only their order tells them apart.
     """
-    return OneAtATime() if group is None else _one_at_a_time_by_group.setdefault(group, OneAtATime())
+    return RLock() if group is None else _lock_by_group.setdefault(group, RLock())
+
+
+def refuse_within(lock: RLock) -> None:
+    """Raises RuntimeError where this thread holds the lock already, as one in a signal handler can, instead of
+    beginning a transfer in the middle of another one."""
+    if lock._is_owned():  # as threading.Condition asks it
+        raise RuntimeError('this thread is in a transfer over the same group already')

@@ -188,6 +188,19 @@ def test_a_call_from_within_another_one_fails_and_does_not_wait_for_it():
             executor.execute(*buffers)
 
 
+def test_a_refusal_of_another_transfer_within_one_is_a_failure_of_that_one():
+    """As where a signal handler's own transfer is refused: what this one has written so far is not untouched."""
+    executor, other = (AffineTransferExecutor(LINE, HERE, dtype=torch.float32) for _ in range(2))
+    buffers = ({0: torch.zeros(NUMEL)}, {0: torch.zeros(NUMEL)})
+    with mock.patch.object(Mover, 'move', side_effect=lambda bound: other.execute({}, {})):
+        with pytest.raises(AffineTransferExecutionError,
+                           match='^transfer failed after .* are undefined: .* is missing'):
+            executor.execute(*buffers)
+    with pytest.raises(AffineTransferExecutionError, match='no longer be used'):
+        executor.execute(*buffers)
+    other.execute(*buffers)
+
+
 # Transports that are not what they seem
 
 

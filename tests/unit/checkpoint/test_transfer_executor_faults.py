@@ -53,10 +53,14 @@ def failure_of(rank, executor):
     return text
 
 
+def was_waiting_for(rank, text):
+    return re.search(rf'(sending to|receiving from) rank {rank}: ', text) is not None
+
+
 def names(rank, text):
     """Whether a message to or from this rank failed, or it is among those that had gone."""
-    return re.search(rf'(sending to|receiving from) rank {rank}: |; dead[^:]*: ranks? (\d, )*{rank}\b',
-                     text) is not None
+    return was_waiting_for(rank, text) or re.search(rf'; no longer reachable: ranks? (\d, )*{rank}\b',
+                                                    text) is not None
 
 
 def told_of_ranks(function, size, *args, init_world=False):
@@ -111,15 +115,13 @@ def test_others_say_that_targets_are_undefined_when_a_rank_is_killed_among_its_m
 
 def test_others_say_that_targets_are_untouched_when_a_rank_is_killed_before_anything_moves():
     """At the opening of the first call, when messages were laid out for it, and at the opening of the second one."""
-    assert_others_notice([Kill(TELLS, number, (UNTOUCHED, ), rank=rank) for number in (1, 2, 4) for rank in (0, 1)])
+    kills = [(number, methods, rank) for number in (1, 2, 4) for methods, rank in ((TELLS, 1), (LEARNS, 0))]
+    assert_others_notice([Kill(methods, number, (UNTOUCHED, ), rank=rank) for number, methods, rank in kills])
 
 
 def test_others_say_that_targets_are_undefined_when_a_rank_is_killed_as_a_call_ends():
-    assert_others_notice([Kill(TELLS, number, (UNDEFINED, ), rank=rank) for number in (3, 5) for rank in (0, 1)])
-
-
-def test_others_say_the_same_when_the_rank_that_tells_all_is_killed_before_it_does():
-    assert_others_notice([Kill(LEARNS, number, (told, ), rank=0) for number, told in ((1, UNTOUCHED), (3, UNDEFINED))])
+    kills = [(number, methods, rank) for number in (3, 5) for methods, rank in ((TELLS, 1), (LEARNS, 0))]
+    assert_others_notice([Kill(methods, number, (UNDEFINED, ), rank=rank) for number, methods, rank in kills])
 
 
 def test_each_speaks_for_itself_when_a_rank_is_killed_that_has_told_the_others():
@@ -188,12 +190,13 @@ def test_a_transport_error_reaches_every_rank_and_leaves_targets_undefined():
 TIMEOUT_S, STALL_S, MARGIN_S = 2, 4, 1
 
 
-def stall(rank, methods, number):
-    """Rank 1 is alive, but for twice the group's timeout it does not come."""
+def stall(rank, methods, number, delays_s):
+    """Rank 1 is alive, but for twice the group's timeout it does not come. Others come some time after rank 0."""
     group = gloo_outside_any_world('fragile', rank, 4, timeout_s=TIMEOUT_S)
     if rank == 1:
         group = with_fault(group, methods, number, functools.partial(time.sleep, STALL_S))
     executor = executor_of(group, budget=8)
+    time.sleep(delays_s[rank])
     started = time.monotonic()
     text = failure_of(rank, executor)
     return text, time.monotonic() - started
@@ -202,11 +205,17 @@ def stall(rank, methods, number):
 @pytest.mark.parametrize('methods, number, told', [(TELLS, 1, UNTOUCHED), (MESSAGES, 3, UNDEFINED)],
                          ids=['before anything moves', 'midway'])
 def test_a_stalled_rank_is_given_up_after_the_timeout_of_the_group(methods, number, told):
-    texts, seconds = zip(*run_ranks(stall, 4, methods, number, init_world=False))
+    texts, seconds = zip(*run_ranks(stall, 4, methods, number, (0, 0, 0, 0), init_world=False))
     assert all(text.startswith(told) for text in texts)
     assert all(TIMEOUT_S - MARGIN_S < seconds[rank] < TIMEOUT_S + MARGIN_S for rank in (0, 2, 3))
-    # Who gives up first names it. Others may have lost that one before, but not those that wait for its messages.
-    assert any(names(1, texts[rank]) for rank in (0, 2, 3))
-    assert methods == TELLS or (names(1, texts[0]) and names(1, texts[2]))
+    # All tell rank 0, and rank 2 exchanges messages with rank 1. Nobody names one that was there.
+    assert was_waiting_for(1, texts[0]) and (methods == TELLS or was_waiting_for(1, texts[2]))
+    assert not any(was_waiting_for(healthy, texts[rank]) for rank in (0, 2, 3) for healthy in (0, 2, 3))
     # When it comes, all others have gone.
-    assert texts[1].endswith(': ranks 0, 2, 3')
+    assert texts[1].endswith('; no longer reachable: ranks 0, 2, 3')
+
+
+def test_no_rank_waits_longer_than_the_timeout_of_the_group_where_others_come_one_by_one():
+    texts, seconds = zip(*run_ranks(stall, 4, TELLS, 1, (0, 0, 0.6 * TIMEOUT_S, 1.2 * TIMEOUT_S), init_world=False))
+    assert all(text.startswith(UNTOUCHED) for text in texts) and was_waiting_for(1, texts[0])
+    assert all(seconds[rank] < TIMEOUT_S + MARGIN_S for rank in (0, 2, 3))

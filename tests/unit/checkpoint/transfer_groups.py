@@ -12,12 +12,13 @@ import pytest
 import torch.distributed as torch_dist
 
 from deepspeed.checkpoint.affine_transfer_executor import AffineTransferExecutionError
+from deepspeed.checkpoint.affine_transfer_transport import _ROW_TAG
 from unit.ranks import rank_folder
 
-# The methods of a group object that an executor moves payload with, and those that each exchange of status calls once:
-# all ranks tell the first one, and that one tells all.
+# What an executor asks of a group object. Payload moves by the first two; in each exchange of status all other ranks
+# tell the first one, and learn from it what all have told.
 MESSAGES = ('send', 'recv')
-TELLS, LEARNS = ('gather', ), ('broadcast', )
+TELLS, LEARNS = ('tell', ), ('broadcast', )
 
 
 def world():
@@ -33,7 +34,10 @@ def gloo_outside_any_world(name, rank, size, timeout_s=30):
 
 
 class WatchedGroup:
-    """A group object that calls ``before(name, args)`` ahead of each call of one of its methods."""
+    """A group object that calls ``before(name, args)`` ahead of each call of one of its methods.
+
+    Messages of an exchange of status have a name of their own.
+    """
 
     def __init__(self, group, before):
         self._group, self._before = group, before
@@ -44,7 +48,7 @@ class WatchedGroup:
             return attribute
 
         def watched(*args):
-            self._before(name, args)
+            self._before(*(TELLS if args[2:] == (_ROW_TAG, ) else (name, )), args)
             return attribute(*args)
 
         return watched
