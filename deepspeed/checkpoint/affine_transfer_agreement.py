@@ -26,7 +26,7 @@ from .affine_transfer_transport import Transport
 
 __all__ = ['Agreement', 'Opening', 'Refused', 'Terms', 'ranks_text']
 
-_CONSTRUCT, _OPEN, _READY, _CLOSE = range(4)
+_CONSTRUCT, _OPEN, _SHARE, _READY, _CLOSE = range(5)
 _WORD = 1 << 64
 _CAUSE_BYTES = 1024
 _DIFFERENCES_TOLD = 4
@@ -34,7 +34,7 @@ _DIFFERENCES_TOLD = 4
 
 class _Status(NamedTuple):
     """One rank's row: what it is doing, whether it refuses, the hashes of what it holds (0 when executing), and what
-    it tells at the opening (0 at other times)."""
+    it tells when a call begins (0 at other times)."""
     phase: int
     executor: int
     refuses: int = 0
@@ -43,11 +43,12 @@ class _Status(NamedTuple):
     pairs_high: int = 0
     residency: int = 0
     lays_out: int = 0
+    host: int = 0
 
     def doing(self) -> str:
         if self.phase == _CONSTRUCT:
             return 'constructs an executor'
-        return f'{("begins", "lays out", "ends")[self.phase - 1]} executor {self.executor:016x}'
+        return f'{("begins", "shares memory for", "lays out", "ends")[self.phase - 1]} executor {self.executor:016x}'
 
 
 class Refused(Exception):
@@ -62,8 +63,9 @@ class Terms(NamedTuple):
 
 
 class Opening(NamedTuple):
-    """What the ranks told at the opening of a call: each one's residency, and whether any lays out."""
+    """What the ranks told at the opening of a call: each one's residency and host, and whether any lays out."""
     residencies: List[int]
+    hosts: List[int]
     lays_out: bool
 
 
@@ -81,6 +83,11 @@ class Agreement:
         self._row_values, self._table_values = self._row.numpy(), self._table.numpy()
         self._executor = 0
 
+    @property
+    def executor(self) -> int:
+        """The executor's number, which no other one has."""
+        return self._executor
+
     def construct(self, fault: Optional[Exception], terms: Optional[Terms]) -> None:
         """Agree on the terms and on a number for the executor, or pass on why this rank cannot build one."""
         # The executor's number is the sum of what all ranks draw: the same on all, and no other executor's.
@@ -94,15 +101,26 @@ class Agreement:
             raise _disagreement(_differences([json.loads(text) for text in self._gather_text(_as_json(terms))]))
         self._executor = sum(status.executor for status in statuses) % _WORD
 
-    def open(self, fault: Optional[Exception], residency: int, lays_out: bool) -> Opening:
+    def open(self, fault: Optional[Exception], residency: int, host: int, lays_out: bool) -> Opening:
         """Agree that every rank begins this call of ``execute``, or pass on why this rank refuses to.
 
-        Returns what all ranks said of where their buffers lie, and whether one of them is yet to lay its messages out.
+        Returns what all ranks said of where their buffers lie and of the host that they share memory on, 0 for none,
+        and whether one of them is yet to lay its messages out.
         """
-        status = _Status(_OPEN, self._executor, int(fault is not None), residency=residency, lays_out=int(lays_out))
+        status = _Status(_OPEN,
+                         self._executor,
+                         int(fault is not None),
+                         residency=residency,
+                         lays_out=int(lays_out),
+                         host=host)
         statuses = self._exchange(status)
         self._raise_if_any_refuses(statuses, fault)
-        return Opening([status.residency for status in statuses], any(status.lays_out for status in statuses))
+        return Opening([status.residency for status in statuses], [status.host for status in statuses],
+                       any(status.lays_out for status in statuses))
+
+    def share(self, host: int) -> List[int]:
+        """Every rank's host after a step to share memory on it, 0 for one that could not take the step."""
+        return [status.host for status in self._exchange(_Status(_SHARE, self._executor, host=host))]
 
     def ready(self, fault: Optional[Exception]) -> None:
         """Agree that every rank has laid its messages out, or pass on why this rank could not."""

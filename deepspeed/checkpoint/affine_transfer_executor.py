@@ -30,11 +30,14 @@ bytes of host memory, and in at most as many of device memory, where S and R are
 receives from, and L is 1 when it copies between host and device memory of its own, else 0. Only messages that must be
 packed, converted or brought from one memory into the other count: one that is a single run of elements in this rank's
 buffer, in the form and memory in which they travel, is sent from or received into the buffer itself. Where neither
-buffers nor messages are in device memory, none of it is used. The stats tell what was really allocated.
+buffers nor messages are in device memory, none of it is used. Peers that this rank shares memory with count apart: to
+them it stages in at most ``bytes_per_peer * min(H, max_active_peers)`` bytes of shared memory, where H are those it
+sends to, and S and R the others. The stats tell what was really allocated.
 
 *Residency.* Each buffer may be in pageable or pinned host memory or on the accelerator. Messages lie in the memory
 that the group's backends take; where they take both, in device memory if all of the sender's sources and all of the
 receiver's targets do, else in host memory. Copies within this process stay in device memory when both ends are there.
+Ranks of one host whose buffers are all in host memory share memory in place of sending messages to one another.
 When the kind or the strides of a rank's buffers change, that call lays messages out anew.
 
 *Concurrency.* Messages are handed over in windows, in which no rank has more than ``max_active_peers`` peers in one
@@ -49,7 +52,7 @@ elements are no larger than the source's, else by the receiver. (NaN stays NaN; 
 import time
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Dict, List, Mapping, NamedTuple, Optional, Tuple, Union
+from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 
@@ -61,8 +64,10 @@ from .affine_transfer_memory import (HOST, PAGEABLE, PINNED, accelerator_device,
 from .affine_transfer_mover import Mover
 from .affine_transfer_part import Part, StagingBudget, TransferEndpoints, TransferStats
 from .affine_transfer_schedule import AffineTransferExecutionError
+from .affine_transfer_shared import SharedSlots
 from .affine_transfer_staging import Layout, lay_out
 from .affine_transfer_transport import lock_over, refuse_within, transport_over
+from .affine_transfer_windows import Window, windows_of
 
 __all__ = [
     'AffineTransferExecutionError', 'AffineTransferExecutor', 'StagingBudget', 'TransferEndpoints', 'TransferStats',
@@ -128,11 +133,15 @@ class AffineTransferExecutor:
         self._transport = transport_over(group)
         self._agreement = Agreement(self._transport)
         self._lock = lock_over(group)
+        self._budget = budget
         self._part: Optional[Part] = None
         self._mover: Optional[Mover] = None
         # Of the buffers that passed the checks last.
         self._signature: Optional[Tuple] = None
         self._geometry: Optional[_Geometry] = None
+        self._host = 0
+        self._shared: Optional[SharedSlots] = None
+        self._windows: Sequence[Window] = ()
         self._ready: Optional[_Ready] = None
         self._broken: Optional[str] = None
         self._doing = 'the ranks could not agree on a transfer, nothing was moved'
@@ -143,6 +152,7 @@ class AffineTransferExecutor:
                 self._part = Part.of(plans, endpoints, source_dtype or dtype, dtype, budget, self._transport)
                 # Twice as many messages under way as one window may have.
                 self._mover = Mover(self._transport, self._part.schedule.depth, 4 * budget.max_active_peers)
+                self._host = self._transport.host if budget.share_memory else 0
                 terms = self._part.terms
             except Exception as error:
                 fault = error
@@ -197,6 +207,8 @@ class AffineTransferExecutor:
         except BaseException as error:
             self._broken = f'{self._doing}: {str(error) or type(error).__name__}'
             try:
+                if self._shared is not None:
+                    self._shared.abandon()
                 gone = self._transport.abandon()
                 if gone:
                     self._broken += f'; no longer reachable: {ranks_text(gone)}'
@@ -206,23 +218,26 @@ class AffineTransferExecutor:
             except Exception as second:
                 self._broken += f'; giving up failed as well: {second}'
             finally:
-                self._mover = None  # it keeps messages that were under way, and with them buffers
+                # It keeps messages that were under way, and with them buffers.
+                self._mover = self._ready = self._shared = None
             if not isinstance(error, Exception):
                 raise
             raise AffineTransferExecutionError(self._broken) from error
 
     def _open(self, source_buffers, target_buffers) -> Mapping[BufferKey, torch.Tensor]:
         """This call's buffers, once all ranks have accepted theirs and have laid their messages out for them."""
-        fault, buffers, residency, lays_out = None, {}, 0, False
+        fault, buffers, residency, host, lays_out = None, {}, 0, 0, False
         try:
             try:
                 buffers = self._accept(source_buffers, target_buffers)
                 residency = self._geometry.residency
+                host = self._host if self._geometry.device is None else 0
                 lays_out = self._ready is None or self._ready.geometry != self._geometry
             except Exception as error:
                 fault = error
-            opening = self._agreement.open(fault, residency, lays_out)
+            opening = self._agreement.open(fault, residency, host, lays_out)
             if opening.lays_out:
+                self._share(opening.hosts)
                 try:
                     self._lay_out(buffers, opening.residencies)
                 except Exception as error:
@@ -247,9 +262,23 @@ class AffineTransferExecutor:
             self._signature = seen
         return buffers
 
+    def _share(self, hosts: List[int]) -> None:
+        """Set up what is shared with others of this rank's host, unless that at hand serves for these hosts of all."""
+        if self._shared is not None and self._shared.hosts == hosts:
+            return
+        # The old slots are given back before new ones are taken.
+        self._ready = self._shared = None
+        transport, most = self._transport, self._budget.max_active_peers
+        name = f'deepspeed-affine-transfer-{self._agreement.executor:016x}'
+        self._shared = SharedSlots.agreed(hosts, self._agreement.share, transport.rank, self._part.schedule, most,
+                                          name, transport.timeout_s)
+        self._windows = windows_of(self._shared.schedule, transport.rank, transport.size, most)
+        if self._shared.hosts[transport.rank] != hosts[transport.rank]:
+            self._host = 0
+
     def _lay_out(self, buffers: Mapping[BufferKey, torch.Tensor], residencies: List[int]) -> None:
         """Make a layout for these buffers and what peers have, unless the present one serves them."""
-        memory, geometry, schedule = self._transport.memory, self._geometry, self._part.schedule
+        memory, geometry, schedule = self._transport.memory, self._geometry, self._shared.schedule
         mattering = residencies if len(memory) > 1 else None
         if self._ready is not None and self._ready[:2] == (geometry, mattering):
             return
@@ -258,7 +287,7 @@ class AffineTransferExecutor:
         if geometry.device is not None:
             self._mover.prepare_device(geometry.device)
         wire_memory = wire_memory_by_peer(memory, residencies, self._transport.rank, schedule.sends, schedule.receives)
-        layout = lay_out(schedule, self._part.windows, self._part.wire_dtype, buffers, geometry.memory, wire_memory,
+        layout = lay_out(self._shared, self._windows, self._part.wire_dtype, buffers, geometry.memory, wire_memory,
                          PAGEABLE if geometry.device is None else PINNED)
-        stats = self._part.stats(layout.host_staging_bytes, layout.device_staging_bytes)
+        stats = self._part.stats(schedule, len(self._windows), layout.host_staging_bytes, layout.device_staging_bytes)
         self._ready = _Ready(geometry, mattering, layout, stats)

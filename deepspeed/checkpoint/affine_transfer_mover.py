@@ -7,7 +7,7 @@
 The host copies what lies in host memory. What touches device memory runs late, on two lanes: *outgoing* packs what is
 sent, *incoming* unpacks what was received. Slots are used in turn, so whoever uses one, the host, a lane or the
 transport, must come after whoever used it last. Each place that must wait for this has a method of its own here, named
-for what it waits for; nothing else waits.
+for what it waits for; nothing else waits, but ``Line.until_written`` and ``until_read`` for slots in shared memory.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ from .affine_transfer_transport import PendingMessage, Transport
 
 __all__ = ['Mover']
 
-_NO_MESSAGES = Loads([], [], [], None)
+_NO_MESSAGES = Loads([], [], [], [], [], None)
 
 
 class _UnderWay(NamedTuple):
@@ -75,7 +75,7 @@ class Mover:
                 self._start(windows[started])
                 started += 1
                 continue
-            # Peers wait for nothing of this rank now.
+            # Peers wait for nothing of this rank now, but for slots in shared memory to be read.
             self._incoming.copy(_share(layout.device, finished, len(windows)))
             copy(_share(layout.host, finished, len(windows)))
             self._finish_oldest()
@@ -98,6 +98,9 @@ class Mover:
             self._until_host_may_send(turn)
         self._until_slots_may_be_received_into(turn)
         sends, receives = self._exchange(loads)
+        for load in loads.shared_sends:
+            copy(load.host)
+            load.line.tell_written()
         self._pack([sender for sender, _ in loads.to_itself], turn.packed)
         self._unpack_on_device([receiver for _, receiver in loads.to_itself], turn.arrived)
         self._under_way.append(_UnderWay(loads, sends, receives))
@@ -139,8 +142,15 @@ class Mover:
             self._until_host_may_unpack_its_own(turn)
             for _, load in loads.to_itself:
                 copy(load.host)
+        # All is received before anything that was sent is awaited: so no rank awaits one that awaits it.
+        for load in loads.shared_receives:
+            load.line.until_written()
+            copy(load.host)
+            load.line.tell_read()
         for message in under_way.sends:
             self._until_sent(message)
+        for load in loads.shared_sends:
+            load.line.until_read()
         self._operations_under_way -= loads.operations
         self._turns_taken.discard(loads.turn)
 

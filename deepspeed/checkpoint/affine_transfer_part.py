@@ -8,7 +8,7 @@ import hashlib
 from dataclasses import dataclass
 from numbers import Integral
 from operator import index
-from typing import Dict, Mapping, Sequence
+from typing import Dict, Mapping
 
 import torch
 
@@ -18,7 +18,6 @@ from .affine_transfer_buffers import BufferKey, Shard, check_buffers, check_disj
 from .affine_transfer_memory import PAGEABLE, Copies, arena, copy
 from .affine_transfer_schedule import AffineTransferExecutionError, Schedule, Wire, cutting_of_messages
 from .affine_transfer_transport import Transport
-from .affine_transfer_windows import Window, windows_of
 
 __all__ = ['Part', 'StagingBudget', 'TransferEndpoints', 'TransferStats']
 
@@ -59,14 +58,19 @@ class TransferEndpoints:
 @dataclass(frozen=True)
 class StagingBudget:
     """The bytes of staging that one peer may occupy on this rank in one direction, and how many peers a rank may send
-    to, and receive from, in one window; equal on every rank.
+    to, and receive from, in one window; both equal on every rank.
 
-    A rank that copies between host and device memory of its own counts as one peer more.
+    A rank that copies between host and device memory of its own counts as one peer more. With ``share_memory``,
+    messages between ranks of one host that all have it, and whose buffers are in host memory, are staged in memory
+    that both have mapped instead of being sent. It is the sender's, and counts there alone.
     """
     bytes_per_peer: int = 1 << 24
     max_active_peers: int = 16
+    share_memory: bool = True
 
     def __post_init__(self):
+        if not isinstance(self.share_memory, bool):
+            raise AffineTransferExecutionError(f'share_memory must be a bool, not {self.share_memory!r}')
         for name in ('bytes_per_peer', 'max_active_peers'):
             value = getattr(self, name)
             if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
@@ -80,7 +84,8 @@ class TransferStats:
 
     A chunk is a segment or a part of one that was cut; a round is at most one message to and from each active peer, so
     a rank that only copies has none.
-    Sent and received bytes are those that travelled, locally copied ones are counted in the target's dtype.
+    Sent and received bytes are those that travelled, through shared memory too; locally copied ones are counted in the
+    target's dtype.
     """
     segments: int
     chunks: int
@@ -99,7 +104,6 @@ class Part:
     is_named: bool
     dtype_by_side: Mapping[str, torch.dtype]
     schedule: Schedule
-    windows: Sequence[Window]
     shards: Mapping[BufferKey, Shard]
     terms: Terms
 
@@ -118,10 +122,10 @@ class Part:
             if not isinstance(value, expected):
                 raise AffineTransferExecutionError(
                     f'{what} must be of type {expected.__name__}, not {type(value).__name__}')
-        rank, size = transport.rank, transport.size
-        endpoints.check_ranks(size)
+        endpoints.check_ranks(transport.size)
         wire = Wire.between(source_dtype.itemsize, dtype.itemsize, source_dtype != dtype)
-        schedule = Schedule.build(plans, endpoints.source, endpoints.target, rank, wire, budget.bytes_per_peer)
+        schedule = Schedule.build(plans, endpoints.source, endpoints.target, transport.rank, wire,
+                                  budget.bytes_per_peer)
         source_shapes = {name: plan.source_shard_shapes for name, plan in plans.items()}
         target_shapes = {name: plan.target_shard_shapes for name, plan in plans.items()}
         settings = {
@@ -140,10 +144,9 @@ class Part:
                        'target': dtype
                    },
                    schedule=schedule,
-                   windows=windows_of(schedule, rank, size, budget.max_active_peers),
                    shards={
-                       **shards_of('source', source_shapes, endpoints.source, rank, schedule.source_extents),
-                       **shards_of('target', target_shapes, endpoints.target, rank, schedule.target_extents)
+                       **shards_of('source', source_shapes, endpoints.source, transport.rank, schedule.source_extents),
+                       **shards_of('target', target_shapes, endpoints.target, transport.rank, schedule.target_extents)
                    },
                    terms=Terms(settings, schedule.send_digests, schedule.receive_digests))
 
@@ -162,13 +165,14 @@ class Part:
         check_buffers(buffers, self.shards, self.dtype_by_side)
         check_disjoint(buffers)
 
-    def stats(self, host_staging_bytes: int, device_staging_bytes: int) -> TransferStats:
-        """What every call does that stages so much; the seconds are left to it."""
-        schedule, itemsize = self.schedule, self.schedule.wire.itemsize
+    def stats(self, schedule: Schedule, rounds: int, host_staging_bytes: int,
+              device_staging_bytes: int) -> TransferStats:
+        """What every call does that goes by ``schedule`` and stages so much; the seconds are left to it."""
+        itemsize = schedule.wire.itemsize
         local_numel = sum(chunk.numel for chunk in schedule.local)
         return TransferStats(segments=schedule.segments,
                              chunks=schedule.chunks,
-                             rounds=len(self.windows),
+                             rounds=rounds,
                              local_copy_bytes=local_numel * self.dtype_by_side['target'].itemsize,
                              sent_bytes=schedule.sent_numel * itemsize,
                              received_bytes=schedule.received_numel * itemsize,

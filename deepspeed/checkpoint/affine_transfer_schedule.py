@@ -18,9 +18,9 @@ import hashlib
 import itertools
 import struct
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Deque, Dict, Iterable, List, Mapping, Sequence, Tuple
+from typing import Container, Deque, Dict, Iterable, List, Mapping, Sequence, Tuple
 
 from .affine_transfer import TransferPlan, TransferSegment
 
@@ -34,6 +34,8 @@ __all__ = [
 ALONE_BYTES_BY_BARE_ENDS = {1: 1 << 20, 2: 1 << 17}
 # Longer messages leave the cache between packing and sending. Those that need neither end's copies may be longer.
 MAX_PACKED_BYTES = 1 << 22
+# The same in shared memory: two slots of a pair stay in the cache, and word of a message costs less than sending one.
+MAX_SHARED_BYTES = 1 << 21
 
 # A parameter's name and a location that holds a shard of it.
 ShardKey = Tuple[str, int]
@@ -42,7 +44,7 @@ NamedSegment = Tuple[str, TransferSegment]
 
 def cutting_of_messages() -> str:
     """The sizes above, as ranks compare them: both ends of a pair must cut alike."""
-    return f'{ALONE_BYTES_BY_BARE_ENDS}, {MAX_PACKED_BYTES}'
+    return f'{ALONE_BYTES_BY_BARE_ENDS}, {MAX_PACKED_BYTES}, {MAX_SHARED_BYTES}'
 
 
 class AffineTransferExecutionError(ValueError):
@@ -200,6 +202,25 @@ class Schedule:
                        peer: PairDigest.of(peer, rank, pair)
                        for peer, pair in incoming.items()
                    })
+
+    def sharing_memory_with(self, peers: Container[int]) -> 'Schedule':
+        """The same for a rank that shares memory with these peers, as they do with it: all chunks to and from them are
+        packed, since none of them is spared a copy by travelling alone."""
+        longest_numel = max(1, min(self.message_numel, MAX_SHARED_BYTES // self.wire.itemsize))
+
+        def of(queues):
+            return {
+                peer:
+                tuple(_pack((chunk for message in queue
+                             for chunk in message.chunks), longest_numel)) if peer in peers else queue
+                for peer, queue in queues.items()
+            }
+
+        return replace(self, sends=of(self.sends), receives=of(self.receives))
+
+    def longest_bytes_to(self, peer: int) -> int:
+        """The bytes of the longest message to a peer that this rank sends to."""
+        return max(message.numel for message in self.sends[peer]) * self.wire.itemsize
 
     @property
     def sent_numel(self) -> int:

@@ -15,21 +15,24 @@ copy can read or write late), else by way of a second slot in the buffer's memor
 
 *Copies between host and device memory within this process* are messages of the process to itself, whose two ends share
 one wire in pinned memory.
+
+*Messages in shared memory* lie in a slot of the sender's that both ends have mapped; what travels is word of it.
 """
 
 import itertools
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Collection, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 
 from .affine_transfer_buffers import BoxPair, BufferKey, axes_of, readdress
 from .affine_transfer_memory import DEVICE, HOST, PAGEABLE, PINNED, Copies, arena
-from .affine_transfer_schedule import Chunk, Message, Schedule, Wire, is_contiguous, messages_of
+from .affine_transfer_schedule import Chunk, Message, Wire, is_contiguous, messages_of
+from .affine_transfer_shared import Line, SharedSlots
 from .affine_transfer_windows import Window
 
-__all__ = ['Layout', 'Load', 'Loads', 'lay_out']
+__all__ = ['Layout', 'Load', 'Loads', 'SharedLoad', 'lay_out']
 
 Buffers = Mapping[BufferKey, torch.Tensor]
 
@@ -83,25 +86,38 @@ class Load(NamedTuple):
                     self.is_watched)
 
 
+class SharedLoad(NamedTuple):
+    """One end of a message in shared memory: the copies between buffer and slot, and the line to the other end."""
+    line: Line
+    host: Copies
+
+    def bound(self, buffers: Buffers) -> 'SharedLoad':
+        return SharedLoad(self.line, _bound_copies(self.host, buffers))
+
+
 class Loads(NamedTuple):
-    """One window of messages; of those to the process itself, both ends.
+    """One window of messages: those that a transport carries, of those to the process itself both ends, and those in
+    shared memory.
 
     ``turn`` is the turn of the pipeline whose slots it has, None when none of its messages needs one.
     """
     sends: List[Load]
     receives: List[Load]
     to_itself: List[Tuple[Load, Load]]
+    shared_sends: List[SharedLoad]
+    shared_receives: List[SharedLoad]
     turn: Optional[int]
 
     @property
     def operations(self) -> int:
-        """How many operations of a transport its messages are."""
+        """How many operations of a transport its messages are; those in shared memory are none."""
         return len(self.sends) + len(self.receives)
 
     def bound(self, buffers: Buffers) -> 'Loads':
         return Loads([load.bound(buffers) for load in self.sends], [load.bound(buffers) for load in self.receives],
-                     [(sender.bound(buffers), receiver.bound(buffers)) for sender, receiver in self.to_itself],
-                     self.turn)
+                     [(sender.bound(buffers), receiver.bound(buffers))
+                      for sender, receiver in self.to_itself], [load.bound(buffers) for load in self.shared_sends],
+                     [load.bound(buffers) for load in self.shared_receives], self.turn)
 
 
 @dataclass(frozen=True)
@@ -122,35 +138,54 @@ class Layout:
                        windows=[window.bound(buffers) for window in self.windows])
 
 
-def lay_out(schedule: Schedule, windows: Sequence[Window], wire_dtype: torch.dtype, buffers: Buffers,
+def lay_out(shared: SharedSlots, windows: Sequence[Window], wire_dtype: torch.dtype, buffers: Buffers,
             memory_by_buffer: Mapping[BufferKey, str], wire_memory_by_peer: Mapping[str, Mapping[int, str]],
             host_slots: str) -> Layout:
-    """Address every chunk in the buffers' own strides, and take the slots.
+    """Address every chunk of the schedule of ``shared`` in the buffers' own strides, and take the slots.
 
     ``wire_memory_by_peer`` has, per side ('source' for peers sent to, 'target' for peers received from), the memory in
     which messages lie; ``host_slots`` is PINNED or PAGEABLE.
     """
+    schedule = shared.schedule
     reader = _Reader(schedule.wire, buffers, memory_by_buffer)
     within, across = reader.local(schedule.local)
     to_itself = messages_of(across, schedule.wire, schedule.message_numel)
+    windows = [*windows, *itertools.repeat(Window((), (), 0), len(to_itself) - len(windows))]
+    apart = [_apart(window, shared.peers) for window in windows]
     carried = [
-        reader.carried(window or Window((), ()), message, wire_memory_by_peer)
-        for window, message in itertools.zip_longest(windows, to_itself)
+        reader.carried(window, message, wire_memory_by_peer)
+        for (window, _), message in itertools.zip_longest(apart, to_itself)
     ]
-    turns = list(_turns(carried, schedule.depth))
+    turns = list(_turns(carried, [window for _, window in apart], schedule.depth))
     slots = _Slots(wire_dtype, host_slots)
     for messages, turn in zip(carried, turns):
         for message in messages:
             slots.reserve_for(message, turn)
-    laid = [slots.laid(messages, turn) for messages, turn in zip(carried, turns)]
-    return Layout(_copies(within[HOST]), _copies(within[DEVICE]), laid, slots.nbytes(HOST), slots.nbytes(DEVICE))
+    laid = [
+        slots.laid(messages, turn)._replace(shared_sends=reader.shared_loads('source', window, shared, wire_dtype),
+                                            shared_receives=reader.shared_loads('target', window, shared, wire_dtype))
+        for messages, (_, window), turn in zip(carried, apart, turns)
+    ]
+    return Layout(_copies(within[HOST]), _copies(within[DEVICE]), laid,
+                  slots.nbytes(HOST) + shared.nbytes, slots.nbytes(DEVICE))
 
 
-def _turns(carried: Sequence[Sequence['_Carried']], depth: int) -> Iterator[Optional[int]]:
-    """The turn of each window: 0 and up in a circle, None for one whose messages all lie in buffers."""
+def _apart(window: Window, sharing: Collection[int]) -> Tuple[Window, Window]:
+    """What a transport carries of a window, and what lies in memory shared with these peers."""
+    carried, shared = ([[travel for travel in travels if (travel.peer in sharing) == is_shared]
+                        for travels in (window.sends, window.receives)] for is_shared in (False, True))
+    return Window(*carried, window.number), Window(*shared, window.number)
+
+
+def _turns(carried: Sequence[Sequence['_Carried']], shared: Sequence[Window], depth: int) -> Iterator[Optional[int]]:
+    """The turn of each window: 0 and up in a circle, None for one that needs no slots of this process.
+
+    One that sends in shared memory has the turn of its number, which the receivers know; they need no turn.
+    """
     turn = 0
-    for messages in carried:
-        is_staged = any(message.bare is None for message in messages)
+    for messages, window in zip(carried, shared):
+        is_staged = bool(window.sends) or any(message.bare is None for message in messages)
+        turn = window.number % depth if window.sends else turn
         yield turn if is_staged else None
         turn = (turn + is_staged) % depth
 
@@ -254,6 +289,15 @@ class _Reader:
             carried.append(_Carried.of(_ITSELF, _ITSELF, HOST, to_itself.numel, pieces_by_side))
         return carried
 
+    def shared_loads(self, side: str, window: Window, shared: SharedSlots, dtype: torch.dtype) -> List[SharedLoad]:
+        """The messages of a window that lie in shared memory, of one side."""
+        loads = []
+        for travel in window.sends if side == 'source' else window.receives:
+            slot = shared.slot(side, travel.peer, window.number, travel.message.numel, dtype)
+            pairs = [pair for piece in self._pieces(side, travel.message) for pair in piece.between(slot)]
+            loads.append(SharedLoad(shared.lines[travel.peer], _directed(side, pairs)))
+        return loads
+
     def _pieces(self, side: str, message: Message) -> List[_Piece]:
         pieces = []
         position = 0
@@ -321,7 +365,7 @@ class _Slots:
         return self._tensors[key]
 
     def laid(self, messages: Sequence[_Carried], turn: Optional[int]) -> Loads:
-        window = Loads([], [], [], turn)
+        window = Loads([], [], [], [], [], turn)
         for message in messages:
             wire = message.bare or self._take(message.wire_slot(turn))[:message.numel]
             ends = {side: self._end(message, side, wire, turn) for side in message.pieces_by_side}

@@ -22,6 +22,7 @@ import torch
 from torch.distributed import BroadcastOptions
 
 from .affine_transfer_memory import DEVICE, HOST, accelerator_device, accelerator_type
+from .affine_transfer_shared import host_identity
 
 __all__ = [
     'Transport', 'PendingMessage', 'ProcessGroupTransport', 'LoneTransport', 'transport_over', 'lock_over',
@@ -59,11 +60,15 @@ class PendingMessage(Protocol):
 class Transport(Protocol):
     """Messages between the ``size`` ranks of one group, this process being ``rank``.
 
-    ``memory`` tells where messages may lie: HOST, DEVICE or both; it is the same on all ranks.
+    ``memory`` tells where messages may lie: HOST, DEVICE or both; it is the same on all ranks. ``host`` is the same on
+    ranks that can share memory, 0 on one that shares with nobody. ``timeout_s`` limits each wait, None where it is not
+    known.
     """
     rank: int
     size: int
     memory: FrozenSet[str]
+    host: int
+    timeout_s: Optional[float]
 
     def exchange(self, sends: Sequence[Addressed],
                  receives: Sequence[Addressed]) -> Tuple[List[PendingMessage], List[PendingMessage]]:
@@ -113,6 +118,7 @@ class ProcessGroupTransport:
         if not self.memory:
             raise TypeError(f'{group!r} takes neither messages in host memory nor coalesced ones in the memory of the '
                             f'accelerator ({accelerator_type() or "there is none"})')
+        self.host = host_identity() if HOST in self.memory else 0
         self._device_form: Optional[Tuple] = None
         self._device_tensors: List[torch.Tensor] = []
 
@@ -122,6 +128,11 @@ class ProcessGroupTransport:
             return None
         backend = group._get_backend(*self._coalesced) if self._coalesced else group
         return backend if backend.name() != 'gloo' and backend.supports_coalescing else None
+
+    @property
+    def timeout_s(self):
+        timeout = getattr(getattr(self._host_backend, 'options', None), '_timeout', None)
+        return None if timeout is None else timeout.total_seconds()
 
     def exchange(self, sends, receives):
         on_device = [[message for message in side if not message[0].is_cpu] for side in (sends, receives)]
@@ -174,9 +185,9 @@ class ProcessGroupTransport:
             _Posted(f'receiving from rank {peer}', partial(self._group.recv, [table[peer]], peer, _ROW_TAG))
             for peer in range(1, self.size)
         ]
-        # None where a backend does not tell. A wait of its own for each would let them add up.
-        timeout = getattr(getattr(self._host_backend, 'options', None), '_timeout', None)
-        deadline = timeout and time.monotonic() + timeout.total_seconds()
+        # A wait of its own for each would let them add up.
+        timeout_s = self.timeout_s
+        deadline = timeout_s and time.monotonic() + timeout_s
         for teller in tellers:
             teller.wait(deadline and timedelta(seconds=max(0.001, deadline - time.monotonic())))
         _Posted('sending to all ranks', learn).wait()
@@ -242,6 +253,8 @@ class LoneTransport:
     rank = 0
     size = 1
     memory = frozenset((HOST, ))
+    host = 0
+    timeout_s = None
 
     def exchange(self, sends, receives):
         if sends or receives:

@@ -32,9 +32,13 @@ class Travel(NamedTuple):
 
 
 class Window(NamedTuple):
-    """What one rank sends and receives in one window, at most one message per peer and direction."""
+    """What one rank sends and receives in one window, at most one message per peer and direction.
+
+    ``number`` is the same at both ends of a pair, and one more in the pair's next window.
+    """
     sends: Sequence[Travel]
     receives: Sequence[Travel]
+    number: int
 
 
 def windows_of(schedule: Schedule, rank: int, size: int, max_active_peers: int) -> List[Window]:
@@ -53,5 +57,5 @@ def _fill(windows: Dict[Tuple[int, int], Window], side: str, queues: Mapping[int
         phase = (distances[peer] - 1) // max_active_peers
         place = places[phase] = places.get(phase, -1) + 1
         for number, message in enumerate(queues[peer]):
-            window = windows.setdefault((phase, number), Window([], []))
+            window = windows.setdefault((phase, number), Window([], [], phase + number))
             getattr(window, side).append(Travel(peer, place, message))

@@ -25,7 +25,7 @@ _context = multiprocessing.get_context('forkserver')
 # DeepSpeed's first optimizer imports the last two, and with them torch's compiler, for seconds per rank.
 _context.set_forkserver_preload([
     'torch', 'torch.distributed.tensor.parallel', 'torch.distributed.fsdp', 'hypothesis', 'pytest', 'deepspeed',
-    'torch._dynamo', 'deepspeed.runtime.zero.muon.muon_optimizer'
+    'torch._dynamo', 'deepspeed.runtime.zero.muon.muon_optimizer', 'deepspeed.checkpoint.affine_transfer_executor'
 ])
 
 
@@ -33,20 +33,21 @@ class RankFailure(AssertionError):
     """A rank raised, died or did not finish; the text holds every rank's traceback or exit code."""
 
 
-def run_ranks(function, world_size, *args, timeout=DEFAULT_TIMEOUT_S, init_world=True):
+def run_ranks(function, world_size, *args, timeout=DEFAULT_TIMEOUT_S, init_world=True, shares_memory=True):
     """Call ``function(rank, *args)`` on ``world_size`` processes and return the results in rank order.
 
     ``function`` must be importable (a module-level function) and its results picklable without tensors sharing
     memory. With ``init_world`` the default process group is a gloo world over all of them, with collectives that
     time out after ``timeout`` seconds; without, the processes only share the folder ``rank_folder()`` names.
+    Without ``shares_memory`` transfers send all messages, as between hosts.
     Raises RankFailure when a rank raises, dies, or is not done after ``timeout`` seconds (it is killed then).
     """
     with tempfile.TemporaryDirectory() as folder:
         outcomes = _context.Queue()
         processes = [
             _context.Process(target=_rank_main,
-                             args=(function, rank, world_size, args, folder, timeout, init_world, outcomes))
-            for rank in range(world_size)
+                             args=(function, rank, world_size, args, folder, timeout, init_world, shares_memory,
+                                   outcomes)) for rank in range(world_size)
         ]
         for process in processes:
             process.start()
@@ -64,12 +65,15 @@ def rank_folder():
     return os.environ['TEST_RANK_FOLDER']
 
 
-def _rank_main(function, rank, world_size, args, folder, timeout, init_world, outcomes):
+def _rank_main(function, rank, world_size, args, folder, timeout, init_world, shares_memory, outcomes):
     import deepspeed
     import torch
+    from deepspeed.checkpoint import affine_transfer_transport
     torch.set_num_threads(1)
     # DeepSpeed would compile an op for messages in shared memory first, for minutes, where it finds a compiler.
     deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False
+    if not shares_memory:
+        affine_transfer_transport.host_identity = lambda: 0
     os.environ.update(TEST_RANK_FOLDER=folder,
                       RANK=str(rank),
                       LOCAL_RANK=str(rank),

@@ -10,6 +10,7 @@ import os
 import sys
 from collections import Counter
 
+import pytest
 import torch
 
 from deepspeed.checkpoint.affine import contiguous_split_map
@@ -17,8 +18,7 @@ from deepspeed.checkpoint.affine_transfer import plan_transfer
 from deepspeed.checkpoint.affine_transfer_executor import AffineTransferExecutor, StagingBudget, TransferEndpoints
 from unit.checkpoint.transfer_cases import line_plan
 from unit.checkpoint.transfer_counts import PLANNING, AllocatingCalls, planning_calls
-from unit.checkpoint.transfer_groups import LEARNS, MESSAGES, TELLS, WatchedGroup, world
-from unit.ranks import run_ranks
+from unit.checkpoint.transfer_groups import LEARNS, MESSAGES, TELLS, WatchedGroup, run_sending_ranks, world
 
 
 def peaks_of_one_sender_and_two_receivers(rank):
@@ -40,10 +40,13 @@ def peaks_of_one_sender_and_two_receivers(rank):
     return stats.peak_host_staging_bytes, stats.rounds, stats.sent_bytes
 
 
-def test_staging_stays_within_bytes_per_peer_times_peers_while_much_more_is_moved():
-    """A message holds 39 rows of 128 bytes (half of 10,000 bytes), two messages are staged per peer and direction."""
-    assert run_ranks(peaks_of_one_sender_and_two_receivers, 3) == [(4 * 39 * 128, 26, 256_000), (2 * 39 * 128, 26, 0),
-                                                                   (2 * 39 * 128, 26, 0)]
+@pytest.mark.parametrize('shares_memory', [False, True])
+def test_staging_stays_within_bytes_per_peer_times_peers_while_much_more_is_moved(shares_memory):
+    """A message holds 39 rows of 128 bytes (half of 10,000 bytes), two messages are staged per peer and direction; in
+    shared memory, both ends are the sender's."""
+    received = (0 if shares_memory else 2 * 39 * 128, 26, 0)
+    assert run_sending_ranks(peaks_of_one_sender_and_two_receivers, 3,
+                             shares_memory=shares_memory) == [(4 * 39 * 128, 26, 256_000), received, received]
 
 
 def growth_while_columns_move(rank):
@@ -76,10 +79,14 @@ def memory_of_process(name):
         return next(int(line.split()[1]) << 10 for line in status if line.startswith(name))
 
 
-def test_a_process_grows_by_its_staging_while_it_moves_32_times_as_much():
-    for growth, staging in run_ranks(growth_while_columns_move, 2):
-        assert staging == 1 << 20
-        assert growth < staging + (2 << 20)
+@pytest.mark.parametrize('shares_memory, stagings', [(False, [1 << 20, 1 << 20]), (True, [1 << 20, 0])])
+def test_a_process_grows_by_its_staging_while_it_moves_32_times_as_much(shares_memory, stagings):
+    """What a process reads of another one's shared memory counts as resident in both."""
+    for (growth,
+         staging), expected in zip(run_sending_ranks(growth_while_columns_move, 2, shares_memory=shares_memory),
+                                   stagings):
+        assert staging == expected
+        assert growth < (3 << 20)
 
 
 # Later calls
@@ -115,8 +122,9 @@ def repeat_and_count_allocations(rank):
     return allocating[1:]
 
 
-def test_later_executes_allocate_no_tensor_and_bring_the_new_values():
-    assert run_ranks(repeat_and_count_allocations, 3) == [[0, 0, 0]] * 3
+@pytest.mark.parametrize('shares_memory', [False, True])
+def test_later_executes_allocate_no_tensor_and_bring_the_new_values(shares_memory):
+    assert run_sending_ranks(repeat_and_count_allocations, 3, shares_memory=shares_memory) == [[0, 0, 0]] * 3
 
 
 def what_executes_call(rank):
@@ -150,12 +158,17 @@ def what_executes_call(rank):
     return calls
 
 
-def test_later_executes_plan_nothing_and_exchange_two_small_rows():
-    for (first, *later, own), way in zip(run_ranks(what_executes_call, 2), MESSAGES):
-        assert later == [({}, {('tell', 64): 2, ('broadcast', 128): 2, way: 8})] * 3
-        # What is counted does happen, and is seen: the construction exchanges one row more, and the layout another.
+@pytest.mark.parametrize('shares_memory', [False, True])
+def test_later_executes_plan_nothing_and_exchange_two_small_rows(shares_memory):
+    for (first, *later, own), way in zip(run_sending_ranks(what_executes_call, 2, shares_memory=shares_memory),
+                                         MESSAGES):
+        messages = {} if shares_memory else {way: 8}
+        assert later == [({}, {('tell', 72): 2, ('broadcast', 144): 2, **messages})] * 3
+        # What is counted does happen, and is seen: the construction exchanges one row more, the layout another, and
+        # four steps to share memory.
         assert set(first[0]) == set(PLANNING)
-        assert first[1].items() >= {('tell', 64): 4, ('broadcast', 128): 4, way: 8}.items()
+        more = 6 if shares_memory else 2
+        assert first[1].items() >= {('tell', 72): 2 + more, ('broadcast', 144): 2 + more, **messages}.items()
         assert own == ({'all_gather_object': 1}, {})
 
 
@@ -198,8 +211,12 @@ def ten_thousand_small_transfers(rank):
     return tuple(after - begin for after, begin in zip(in_use(), before))
 
 
-def test_ten_thousand_executes_open_no_files_start_no_threads_and_keep_no_memory():
+@pytest.mark.parametrize('shares_memory', [False, True])
+def test_ten_thousand_executes_open_no_files_start_no_threads_and_keep_no_memory(shares_memory):
     """One small object kept by every execute would be 9,000 blocks, or 288,000 bytes where it is not Python's."""
-    for files, threads, blocks, nbytes in run_ranks(ten_thousand_small_transfers, 2, timeout=300):
+    for files, threads, blocks, nbytes in run_sending_ranks(ten_thousand_small_transfers,
+                                                            2,
+                                                            timeout=300,
+                                                            shares_memory=shares_memory):
         assert files <= 0 and threads <= 0, (files, threads)
         assert blocks < 1000 and nbytes < 1 << 16, (blocks, nbytes)

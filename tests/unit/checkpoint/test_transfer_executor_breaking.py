@@ -21,8 +21,7 @@ from deepspeed.checkpoint.affine_transfer_executor import (AffineTransferExecuti
 from deepspeed.checkpoint.affine_transfer_mover import Mover
 from deepspeed.checkpoint.affine_transfer_transport import LoneTransport, ProcessGroupTransport
 from unit.checkpoint.transfer_cases import line_plan
-from unit.checkpoint.transfer_groups import MESSAGES, text_of, with_fault, world
-from unit.ranks import run_ranks
+from unit.checkpoint.transfer_groups import MESSAGES, run_sending_ranks, text_of, with_fault, world
 
 NUMEL = 40
 LINE = line_plan((0, 0, 0, 0, NUMEL), source_numels={0: NUMEL}, target_numels={0: NUMEL})
@@ -73,7 +72,7 @@ def execute_while_another_one_is_midway(rank):
 
 
 def test_executors_of_one_group_take_turns_in_several_threads():
-    assert run_ranks(execute_while_another_one_is_midway, 2, timeout=30)[1] == [True, True]
+    assert run_sending_ranks(execute_while_another_one_is_midway, 2, timeout=30)[1] == [True, True]
 
 
 # What the process has set for all tensors
@@ -100,8 +99,10 @@ def move_within_contexts(rank):
     ]
 
 
-def test_a_default_device_and_zero_init_change_nothing():
-    assert run_ranks(move_within_contexts, 2) == [[(True, 16, True)] * 2] * 2
+@pytest.mark.parametrize('shares_memory, stagings', [(False, [16, 16]), (True, [16, 0])])
+def test_a_default_device_and_zero_init_change_nothing(shares_memory, stagings):
+    expected = [[(True, staging, True)] * 2 for staging in stagings]
+    assert run_sending_ranks(move_within_contexts, 2, shares_memory=shares_memory) == expected
 
 
 # Autograd
@@ -118,7 +119,7 @@ def overwrite_what_backward_needs(rank):
 
 
 def test_autograd_notices_values_that_were_received_into_a_tensor_it_saved():
-    run_ranks(overwrite_what_backward_needs, 2)
+    run_sending_ranks(overwrite_what_backward_needs, 2)
 
 
 # Tensors that are not what they show
@@ -229,7 +230,7 @@ def disagree_about_memory(rank):
 
 
 def test_ranks_whose_messages_would_lie_in_different_memory_are_told():
-    for text in run_ranks(disagree_about_memory, 2):
+    for text in run_sending_ranks(disagree_about_memory, 2):
         assert 'memory of messages: host on rank 0, device and host on rank 1' in text
 
 
@@ -245,7 +246,7 @@ def disagree_about_a_setting(rank):
 
 
 def test_ranks_with_another_version_are_told_and_can_go_on():
-    for (rule, setting), moved in run_ranks(disagree_about_a_setting, 2):
+    for (rule, setting), moved in run_sending_ranks(disagree_about_a_setting, 2):
         assert rule.endswith('cutting of messages: rule 0 on rank 0, rule 1 on rank 1')
         assert setting.endswith('a later setting: unknown on rank 0, 1 on rank 1')
         assert moved

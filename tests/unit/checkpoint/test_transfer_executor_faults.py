@@ -8,67 +8,18 @@ Nobody hangs, every other rank raises, and the text says who is lost, and whethe
 """
 
 import functools
-import itertools
-import os
 import random
 import re
-import signal
-import threading
 import time
 from typing import NamedTuple, Tuple
 
 import pytest
 
-from deepspeed.checkpoint.affine_transfer_executor import AffineTransferExecutionError
-from unit.checkpoint.transfer_four_ranks import assert_moved, assert_untouched, buffers_of, executor_of
-from unit.checkpoint.transfer_groups import LEARNS, MESSAGES, TELLS, gloo_outside_any_world, text_of, with_fault
-from unit.ranks import RankFailure, run_ranks
-
-# Where the group waits for a minute or more, every other rank must know within this time.
-QUICK_S = 5
-UNDEFINED = 'transfer failed after it began, targets are undefined: '
-UNTOUCHED = 'transfer failed before it began, targets are untouched: '
-
-
-def failure_of(rank, executor):
-    """The text of the failure that one call after another, each with other values, comes to.
-
-    A further call must repeat it at once. Sources must be as they were, and so must targets where the text says so.
-    """
-    started = time.monotonic()
-    for base in itertools.count(0, 100):
-        sources, targets = buffers_of(rank, base)
-        try:
-            executor.execute(sources, targets)
-        except AffineTransferExecutionError as error:
-            text = str(error)
-            break
-        assert_moved(rank, targets, base)
-        assert time.monotonic() - started < QUICK_S
-    assert text_of(lambda: executor.execute(sources, targets)) == f'this executor can no longer be used: {text}'
-    assert time.monotonic() - started < QUICK_S, text
-    assert_untouched(rank, 'source', sources, base)
-    if text.startswith(UNTOUCHED):
-        assert_untouched(rank, 'target', targets, base)
-    return text
-
-
-def was_waiting_for(rank, text):
-    return re.search(rf'(sending to|receiving from) rank {rank}: ', text) is not None
-
-
-def names(rank, text):
-    """Whether a message to or from this rank failed, or it is among those that had gone."""
-    return was_waiting_for(rank, text) or re.search(rf'; no longer reachable: ranks? (\d, )*{rank}\b',
-                                                    text) is not None
-
-
-def told_of_ranks(function, size, *args, init_world=False):
-    """What is told of the ranks that did not return; those that met with anything unexpected are among them."""
-    with pytest.raises(RankFailure) as caught:
-        run_ranks(function, size, *args, init_world=init_world)
-    return str(caught.value)
-
+from unit.checkpoint.transfer_faults import (QUICK_S, UNDEFINED, UNTOUCHED, die, explains, failure_of, told_of_ranks,
+                                             was_waiting_for)
+from unit.checkpoint.transfer_four_ranks import buffers_of, executor_of
+from unit.checkpoint.transfer_groups import (LEARNS, MESSAGES, TELLS, gloo_outside_any_world, run_sending_ranks,
+                                             text_of, with_fault)
 
 # Killed
 
@@ -83,13 +34,6 @@ class Kill(NamedTuple):
     rank: int = 1
 
 
-def die(delay_s=0.):
-    if delay_s:
-        threading.Timer(delay_s, die).start()
-    else:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def outlive(process, kills):
     """Processes 0, 1 and 2 are three ranks of one group after another; the killed one is another process in each."""
     for number, kill in enumerate(kills):
@@ -100,11 +44,11 @@ def outlive(process, kills):
             if is_victim:
                 group = with_fault(group, kill.methods, kill.number, functools.partial(die, kill.delay_s))
             text = failure_of(rank, executor_of(group, budget=8))
-            assert text.startswith(kill.told) and names(kill.rank, text), (kill, text)
+            assert text.startswith(kill.told) and explains(text, rank, kill.rank), (kill, text)
 
 
-def assert_others_notice(kills):
-    told = told_of_ranks(outlive, 3 + len(kills), kills)
+def assert_others_notice(kills, shares_memory=False):
+    told = told_of_ranks(outlive, 3 + len(kills), kills, init_world=False, shares_memory=shares_memory)
     assert told.splitlines() == [f'rank {3 + number}: exited with code -9 (SIGKILL)' for number in range(len(kills))]
 
 
@@ -129,9 +73,10 @@ def test_each_speaks_for_itself_when_a_rank_is_killed_that_has_told_the_others()
     assert_others_notice([Kill(LEARNS, number, (UNDEFINED, UNTOUCHED)) for number in (1, 2, 3, 4)])
 
 
-def test_others_notice_within_seconds_when_a_rank_is_killed_at_any_moment():
+@pytest.mark.parametrize('shares_memory', [False, True])
+def test_others_notice_within_seconds_when_a_rank_is_killed_at_any_moment(shares_memory):
     moments_s = [random.Random(number).uniform(0.005, 0.25) for number in range(20)]
-    assert_others_notice([Kill(TELLS, 1, (UNDEFINED, UNTOUCHED), moment_s) for moment_s in moments_s])
+    assert_others_notice([Kill(TELLS, 1, (UNDEFINED, UNTOUCHED), moment_s) for moment_s in moments_s], shares_memory)
 
 
 def die_before_construction(rank):
@@ -145,7 +90,7 @@ def die_before_construction(rank):
 
 
 def test_a_rank_that_died_before_the_construction_is_noticed_there():
-    assert told_of_ranks(die_before_construction, 4) == 'rank 1: exited with code -9 (SIGKILL)'
+    assert told_of_ranks(die_before_construction, 4, init_world=False) == 'rank 1: exited with code -9 (SIGKILL)'
 
 
 # Gone, or failing
@@ -157,11 +102,12 @@ def raise_between_two_calls(rank):
     if rank == 1:
         raise ValueError('a bug of its own')
     text = failure_of(rank, executor)
-    assert text.startswith(UNTOUCHED) and names(1, text), text
+    assert text.startswith(UNTOUCHED) and explains(text, rank, 1), text
 
 
-def test_others_say_that_targets_are_untouched_when_a_rank_raised_between_two_calls_and_left():
-    told = told_of_ranks(raise_between_two_calls, 4, init_world=True)
+@pytest.mark.parametrize('shares_memory', [False, True])
+def test_others_say_that_targets_are_untouched_when_a_rank_raised_between_two_calls_and_left(shares_memory):
+    told = told_of_ranks(raise_between_two_calls, 4, shares_memory=shares_memory)
     assert re.findall(r'^rank \d', told, re.MULTILINE) == ['rank 1'] and 'ValueError: a bug of its own' in told
 
 
@@ -180,7 +126,7 @@ def fail_and_stay(rank):
 
 def test_a_transport_error_reaches_every_rank_and_leaves_targets_undefined():
     """Rank 3, which has no traffic at all, learns of it from the exchange that ends the call."""
-    texts = run_ranks(fail_and_stay, 4, init_world=False)
+    texts = run_sending_ranks(fail_and_stay, 4, init_world=False)
     # The others were there when it failed, and are not said to have gone.
     assert re.fullmatch(UNDEFINED + '(sending to|receiving from) rank [02]: the cable is cut', texts[1])
     assert all(text.startswith(UNDEFINED) for text in texts)
@@ -206,7 +152,7 @@ def stall(rank, methods, number, delays_s):
 @pytest.mark.parametrize('methods, number, told', [(TELLS, 1, UNTOUCHED), (MESSAGES, 3, UNDEFINED)],
                          ids=['before anything moves', 'midway'])
 def test_a_stalled_rank_is_given_up_after_the_timeout_of_the_group(methods, number, told):
-    texts, seconds = zip(*run_ranks(stall, 4, methods, number, (0, 0, 0, 0), init_world=False))
+    texts, seconds = zip(*run_sending_ranks(stall, 4, methods, number, (0, 0, 0, 0), init_world=False))
     assert all(text.startswith(told) for text in texts)
     assert all(TIMEOUT_S - MARGIN_S < seconds[rank] < TIMEOUT_S + MARGIN_S for rank in (0, 2, 3))
     # All tell rank 0, and rank 2 exchanges messages with rank 1. Nobody names one that was there.
@@ -217,6 +163,7 @@ def test_a_stalled_rank_is_given_up_after_the_timeout_of_the_group(methods, numb
 
 
 def test_no_rank_waits_longer_than_the_timeout_of_the_group_where_others_come_one_by_one():
-    texts, seconds = zip(*run_ranks(stall, 4, TELLS, 1, (0, 0, 0.6 * TIMEOUT_S, 1.2 * TIMEOUT_S), init_world=False))
+    texts, seconds = zip(
+        *run_sending_ranks(stall, 4, TELLS, 1, (0, 0, 0.6 * TIMEOUT_S, 1.2 * TIMEOUT_S), init_world=False))
     assert all(text.startswith(UNTOUCHED) for text in texts) and was_waiting_for(1, texts[0])
     assert all(seconds[rank] < TIMEOUT_S + MARGIN_S for rank in (0, 2, 3))

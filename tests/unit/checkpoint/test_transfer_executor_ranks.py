@@ -16,8 +16,8 @@ from deepspeed.checkpoint.affine_transfer import plan_transfer
 from deepspeed.checkpoint.affine_transfer_executor import (AffineTransferExecutor, StagingBudget, TransferEndpoints,
                                                            execute_transfer)
 from unit.checkpoint.transfer_cases import RandomTransfer, line_plan, tensors_of
-from unit.checkpoint.transfer_groups import MESSAGES, WatchedGroup, gloo_outside_any_world, store, world
-from unit.ranks import run_ranks
+from unit.checkpoint.transfer_groups import (MESSAGES, WatchedGroup, gloo_outside_any_world, run_sending_ranks, store,
+                                             world)
 
 NAN = float('nan')
 
@@ -54,7 +54,7 @@ def dist_size():
 
 
 def test_random_transfers_between_three_ranks_bring_every_element():
-    results = run_ranks(many_random_transfers, 3, range(120))
+    results = run_sending_ranks(many_random_transfers, 3, range(120))
     for by_rank in zip(*results):
         assert sum(sent for _, sent, _ in by_rank) == sum(received for _, _, received in by_rank)
     assert sum(compared for result in results for compared, _, _ in result) > 5000
@@ -96,7 +96,7 @@ def two_worlds_and_a_group_over_both(rank):
 
 
 def test_a_group_outside_two_default_worlds_carries_a_transfer():
-    results = run_ranks(two_worlds_and_a_group_over_both, 4, init_world=False)
+    results = run_sending_ranks(two_worlds_and_a_group_over_both, 4, init_world=False)
     assert results == [(True, True, 0, 3), (True, True, 1, 2), (True, True, 0, 1), (True, True, 1, 0)]
 
 
@@ -105,7 +105,7 @@ def group_without_any_world(rank):
 
 
 def test_a_group_without_any_default_world_carries_a_transfer():
-    assert run_ranks(group_without_any_world, 3, init_world=False) == [(True, False)] * 3
+    assert run_sending_ranks(group_without_any_world, 3, init_world=False) == [(True, False)] * 3
 
 
 def subgroup_and_bystander(rank):
@@ -121,7 +121,7 @@ def world_of_two(rank):
 
 
 def test_a_subgroup_is_addressed_by_its_own_ranks():
-    assert run_ranks(subgroup_and_bystander, 4) == [True] * 4
+    assert run_sending_ranks(subgroup_and_bystander, 4) == [True] * 4
 
 
 def world_group_of_deepspeed(rank):
@@ -130,7 +130,7 @@ def world_group_of_deepspeed(rank):
 
 
 def test_a_group_made_by_deepspeed_comm_carries_a_transfer():
-    assert run_ranks(world_group_of_deepspeed, 2) == [True, True]
+    assert run_sending_ranks(world_group_of_deepspeed, 2) == [True, True]
 
 
 def message_of_the_owner_around_a_transfer(rank):
@@ -149,7 +149,7 @@ def message_of_the_owner_around_a_transfer(rank):
 
 def test_a_message_of_the_groups_owner_that_is_pending_meanwhile_is_kept_apart():
     expected = ([0, 1, 2, 3], [10, 11, 12, 13])
-    assert run_ranks(message_of_the_owner_around_a_transfer, 2, timeout=60) == [expected] * 2
+    assert run_sending_ranks(message_of_the_owner_around_a_transfer, 2, timeout=60) == [expected] * 2
 
 
 # What a rank does
@@ -161,7 +161,7 @@ def holders_of_neither_end(rank):
 
 
 def test_ranks_that_hold_neither_end_take_part_without_traffic():
-    results = run_ranks(holders_of_neither_end, 4)
+    results = run_sending_ranks(holders_of_neither_end, 4)
     assert results[0] == results[2] == (True, 0, 0, 0)
     assert all(correct for correct, *_ in results)
 
@@ -182,7 +182,7 @@ def uneven_and_empty_shards(rank):
 
 
 def test_empty_shards_send_nothing_and_are_never_missing():
-    results = run_ranks(uneven_and_empty_shards, 4)
+    results = run_sending_ranks(uneven_and_empty_shards, 4)
     assert results == [[4, 5], None, [0, 1], [2, 3]]
 
 
@@ -206,7 +206,8 @@ def source_and_target_on_both_ranks(rank):
 def test_the_statistics_say_what_each_rank_did():
     """10 bfloat16 elements go from rank 0 to rank 1 in 4-byte messages, two of which fit the budget of 8 bytes; rank 1
     receives them as they travel, straight into its buffer."""
-    assert run_ranks(source_and_target_on_both_ranks, 2) == [(2, 6, 5, 100, 20, 0, 8, 0), (2, 6, 5, 80, 0, 20, 0, 0)]
+    assert run_sending_ranks(source_and_target_on_both_ranks, 2) == [(2, 6, 5, 100, 20, 0, 8, 0),
+                                                                     (2, 6, 5, 80, 0, 20, 0, 0)]
 
 
 def contiguous_both_ends(rank):
@@ -225,7 +226,7 @@ def contiguous_both_ends(rank):
 
 
 def test_long_runs_that_are_contiguous_and_need_no_conversion_travel_from_and_into_the_buffers():
-    assert run_ranks(contiguous_both_ends, 2) == [(True, 3 * (1 << 19), 0)] * 2
+    assert run_sending_ranks(contiguous_both_ends, 2) == [(True, 3 * (1 << 19), 0)] * 2
 
 
 def long_run_and_two_short_ones(rank):
@@ -239,7 +240,7 @@ def long_run_and_two_short_ones(rank):
 
 
 def test_slots_are_as_long_as_what_is_packed_into_them():
-    assert run_ranks(long_run_and_two_short_ones, 2) == [(2, 7 * 4)] * 2
+    assert run_sending_ranks(long_run_and_two_short_ones, 2) == [(2, 7 * 4)] * 2
 
 
 def same_plan_into_a_window(rank):
@@ -259,4 +260,4 @@ def same_plan_into_a_window(rank):
 
 
 def test_only_the_end_with_a_strided_buffer_stages():
-    assert run_ranks(same_plan_into_a_window, 2) == [0, 1 << 21]
+    assert run_sending_ranks(same_plan_into_a_window, 2) == [0, 1 << 21]

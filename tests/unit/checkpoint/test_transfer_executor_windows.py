@@ -20,8 +20,7 @@ from deepspeed.checkpoint.affine_transfer_executor import (AffineTransferExecuti
 from deepspeed.checkpoint.affine_transfer_transport import ProcessGroupTransport
 from deepspeed.checkpoint.affine_transfer_windows import windows_of
 from unit.checkpoint.transfer_cases import line_plan
-from unit.checkpoint.transfer_groups import world
-from unit.ranks import run_ranks
+from unit.checkpoint.transfer_groups import run_sending_ranks, world
 
 
 def windows_by_rank(counts, size, max_active_peers):
@@ -73,6 +72,14 @@ def test_every_message_is_in_one_window_at_each_end_and_no_window_has_too_many(d
                 assert all(travel.message[end] == rank != travel.peer == travel.message[1 - end] for travel in travels)
                 seen.update(travel.message for travel in travels)
         assert seen == Counter((*pair, number) for pair, count in counts.items() for number in range(count))
+    sent, received = ({
+        travel.message: window.number
+        for windows in by_rank
+        for window in windows
+        for travel in getattr(window, side)
+    } for side in ('sends', 'receives'))
+    assert sent == received
+    assert all(sent[s, t, k] == sent[s, t, 0] + k for s, t, k in sent)
 
 
 @given(data=st.data(), size=st.integers(2, 7), max_active_peers=st.integers(1, 7))
@@ -82,7 +89,7 @@ def test_ranks_that_finish_one_window_before_the_next_never_wait_for_one_another
     posted = Counter()
 
     def messages(rank):
-        return [travel.message for side in by_rank[rank][reached[rank]] for travel in side]
+        return [travel.message for side in by_rank[rank][reached[rank]][:2] for travel in side]
 
     def post(rank):
         if reached[rank] < len(by_rank[rank]):
@@ -102,9 +109,13 @@ def test_ranks_that_finish_one_window_before_the_next_never_wait_for_one_another
     assert reached == [len(windows) for windows in by_rank]
 
 
-@pytest.mark.parametrize('option', [dict(max_active_peers=0), dict(max_active_peers=1.5), dict(bytes_per_peer=-1)])
-def test_a_budget_of_nothing_is_refused(option):
-    with pytest.raises(AffineTransferExecutionError, match='must be a positive integer'):
+@pytest.mark.parametrize(
+    'option', [dict(max_active_peers=0),
+               dict(max_active_peers=1.5),
+               dict(bytes_per_peer=-1),
+               dict(share_memory=1)])
+def test_a_budget_that_cannot_be_meant_is_refused(option):
+    with pytest.raises(AffineTransferExecutionError, match='must be (a positive integer|a bool)'):
         StagingBudget(**option)
 
 
@@ -174,7 +185,7 @@ def thousand_runs(rank, size, budget, largest_numel):
                                                          (4, StagingBudget(1 << 20, 1), 1 << 18)])
 def test_a_thousand_runs_travel_in_small_groups_while_a_rank_is_idle(size, budget, largest_numel):
     """Runs of up to 1,200 bytes, and of up to 1 MiB. Without turns, a busy rank has 3 or 2 peers in each direction."""
-    results = run_ranks(thousand_runs, size, size, budget, largest_numel)
+    results = run_sending_ranks(thousand_runs, size, size, budget, largest_numel)
     cap = 2 * budget.max_active_peers
     assert all(0 < result[0] <= cap and result[1] <= 2 * cap for rank, result in enumerate(results) if rank != 3)
     assert results[3][:3] == (0, 0, [])
@@ -208,7 +219,7 @@ def strided_columns(rank):
 
 
 def test_a_window_is_packed_while_another_one_travels():
-    assert run_ranks(strided_columns, 2) == [(1, 2)] * 2
+    assert run_sending_ranks(strided_columns, 2) == [(1, 2)] * 2
 
 
 def everybody_to_everybody(rank, max_active_peers):
@@ -232,4 +243,4 @@ def everybody_to_everybody(rank, max_active_peers):
 def test_staging_is_for_active_peers_alone(max_active_peers, rounds):
     """8 converted elements take two messages of 8 bytes; the receiver gets them into its buffer."""
     expected = (rounds, 16 * min(3, max_active_peers))
-    assert run_ranks(everybody_to_everybody, 4, max_active_peers) == [expected] * 4
+    assert run_sending_ranks(everybody_to_everybody, 4, max_active_peers) == [expected] * 4

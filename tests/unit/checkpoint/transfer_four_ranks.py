@@ -28,12 +28,13 @@ def executor_of(group=None,
                 dtype=torch.float32,
                 source_dtype=torch.float32,
                 budget=1 << 20,
-                max_active_peers=16):
+                max_active_peers=16,
+                share_memory=True):
     return AffineTransferExecutor(plans or {'w': plan_of()},
                                   endpoints,
                                   dtype=dtype,
                                   source_dtype=source_dtype,
-                                  budget=StagingBudget(budget, max_active_peers),
+                                  budget=StagingBudget(budget, max_active_peers, share_memory),
                                   group=group or world())
 
 

@@ -4,6 +4,7 @@
 # DeepSpeed Team
 """Groups of gloo ranks for the executor's tests, group objects that are watched or disturbed, and what is told."""
 
+import functools
 import itertools
 import os
 from datetime import timedelta
@@ -13,7 +14,10 @@ import torch.distributed as torch_dist
 
 from deepspeed.checkpoint.affine_transfer_executor import AffineTransferExecutionError
 from deepspeed.checkpoint.affine_transfer_transport import _ROW_TAG
-from unit.ranks import rank_folder
+from unit.ranks import rank_folder, run_ranks
+
+# Messages travel through the group even between ranks of one host, which would share memory.
+run_sending_ranks = functools.partial(run_ranks, shares_memory=False)
 
 # What an executor asks of a group object. Payload moves by the first two; in each exchange of status all other ranks
 # tell the first one, and learn from it what all have told.

@@ -296,6 +296,27 @@ def test_ranks_that_send_nothing_help_others_to_connect_their_devices():
     assert run_ranks(body, 3, 0, memory={'device'}) == [0, 0, 0]
 
 
+def test_ranks_with_device_memory_are_sent_all_while_others_of_their_host_share_memory():
+    """Ranks 0 and 1 send to rank 2 alone, so they have nothing to share, but they agree on it with all."""
+
+    def body(transport):
+        transport.host = 5
+        executor = AffineTransferExecutor(line_plan((0, 0, 0, 0, 4), (1, 0, 0, 4, 4)),
+                                          TransferEndpoints({
+                                              0: 0,
+                                              1: 1
+                                          }, {0: 2}),
+                                          dtype=torch.float32,
+                                          group=transport)
+        rank = transport.rank
+        for step in range(2):
+            source, target = torch.full((4, ), rank + 10. * step), put(torch.zeros(8), 'device')
+            executor.execute({rank: source} if rank < 2 else {}, {0: target} if rank == 2 else {})
+            assert rank < 2 or target.cpu().tolist() == [10. * step] * 4 + [10. * step + 1] * 4
+
+    run_ranks(body, 3, 0, memory={'host', 'device'})
+
+
 # Refusals and failures
 
 
@@ -341,6 +362,7 @@ class Failing:
 
     def __init__(self, transport, number):
         self.rank, self.size, self.memory = transport.rank, transport.size, transport.memory
+        self.host, self.timeout_s = transport.host, transport.timeout_s
         self.all_gather, self.abandon = transport.all_gather, transport.abandon
         self.connect_devices = transport.connect_devices
         self._transport, self._number = transport, number

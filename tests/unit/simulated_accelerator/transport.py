@@ -52,6 +52,9 @@ class SimulatedTransport:
         self.rank = host.rank
         self.size = network.size
         self.memory = network.memory
+        # The ranks are one process, whose memory they do not share here.
+        self.host = 0
+        self.timeout_s = None
         self._network = network
         self._host = host
         self._stream: Optional[Stream] = None
