@@ -29,26 +29,33 @@ from models import llama_of, parameter_shapes
 from report import Row, machine, print_table, quartiles, target_row, write_json
 from transfer_jobs import JOBS, Participant
 from transfer_loops import LOOPS
-from transfer_methods import (BYTES_PER_PEER, BareMessages, BareWhole, FirstCall, LaterCalls, Memcpy, Method,
-                              MethodMissing, peers_of)
+from transfer_methods import (BYTES_PER_PEER, BareMessages, BareWhole, FirstCall, LaterCalls, LaterCallsOverGloo,
+                              Memcpy, Method, MethodMissing, peers_of)
 from transfer_parts import ConvertAndUnpack
 from transfer_peers import Checkpoint, Gather, Megatron, MegatronOfConverted
 
 Methods = Sequence[Type[Method]]
 
-OURS = (LaterCalls, FirstCall)
+LATER = (LaterCalls, LaterCallsOverGloo)
+OURS = (*LATER, FirstCall)
 BARE = (BareMessages, BareWhole)
 PEERS = (Gather, Checkpoint, Megatron)
 METHODS = (*OURS, *BARE, Memcpy, ConvertAndUnpack, *LOOPS, *PEERS, MegatronOfConverted)
 GIB = 2**30
 
-# Jobs, with whom later calls are compared there, and how many times as fast as the fastest of these they are to be.
-SPEED_TARGETS: Sequence[Tuple[Sequence[str], Methods, float]] = (
-    (['weight-sync'], LOOPS, 0.95),
-    (['resize'], BARE, 0.9),
-    (list(JOBS), [Gather], 3),
-    (list(JOBS), [Checkpoint], 3),
-    (list(JOBS), [Megatron], 1.3),
+# Jobs, ours there, with whom it is compared, and how many times as fast as the fastest of these it is to be, if
+# anything is aimed at.
+SPEED_TARGETS: Sequence[Tuple[Sequence[str], Type[Method], Methods, Optional[float]]] = (
+    (['weight-sync'], LaterCallsOverGloo, LOOPS, 0.95),
+    (['resize'], LaterCallsOverGloo, BARE, 0.9),
+    (list(JOBS), LaterCallsOverGloo, [Gather], 3),
+    (list(JOBS), LaterCallsOverGloo, [Checkpoint], None),
+    (list(JOBS), LaterCallsOverGloo, [Megatron], 1.3),
+    (['weight-sync'], LaterCalls, BARE, None),
+    (['resize'], LaterCalls, BARE, 2.5),
+    (list(JOBS), LaterCalls, [Gather], 3),
+    (list(JOBS), LaterCalls, [Checkpoint], 3),
+    (list(JOBS), LaterCalls, [Megatron], 1.3),
 )
 
 
@@ -204,11 +211,10 @@ def targets_of(outcomes: Mapping[str, Outcome]) -> Iterator[Row]:
 
 
 def speed_targets(job: str, outcome: Outcome) -> Iterator[Row]:
-    ours = fastest(outcome, [LaterCalls])
-    for jobs, others, at_least in SPEED_TARGETS:
-        other = fastest(outcome, others)
+    for jobs, method, others, at_least in SPEED_TARGETS:
+        ours, other = fastest(outcome, [method]), fastest(outcome, others)
         if job in jobs and ours and other:
-            yield target_row(f'{job}: later calls, times as fast as: {other.name}',
+            yield target_row(f'{job}: {ours.name}, times as fast as: {other.name}',
                              speed_ratio(ours.seconds, other.seconds),
                              at_least=at_least)
     bare, rest, checkpoint = (fastest(outcome, methods) for methods in (BARE, [ConvertAndUnpack], [Checkpoint]))
@@ -220,7 +226,7 @@ def speed_targets(job: str, outcome: Outcome) -> Iterator[Row]:
 
 def memory_targets(job: str, outcome: Outcome) -> Iterator[Row]:
     ours, others = ({method.name for method in methods} for methods in (OURS, PEERS))
-    if fastest(outcome, [LaterCalls]):
+    if fastest(outcome, LATER):
         yield target_row(f'{job}: staging of later calls, MB', outcome.staging_mb, at_most=outcome.bound_mb)
     for method in outcome.methods:
         if method.name in ours | others:

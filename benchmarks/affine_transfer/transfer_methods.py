@@ -97,15 +97,22 @@ def peers_of(participant: Participant) -> int:
 class LaterCalls(Method):
     """``execute`` of an executor that was made before, on the buffers it knows."""
     name = 'ours, later calls'
+    shares_memory = True
 
     def __init__(self, participant):
         super().__init__(participant)
-        self._executor = _make_executor(participant)
+        self._executor = _make_executor(participant, self.shares_memory)
         self._buffers = _buffers_of(participant)
         self.run()
 
     def run(self):
         self.staging_bytes = self._executor.execute(*self._buffers).peak_host_staging_bytes
+
+
+class LaterCallsOverGloo(LaterCalls):
+    """The same between processes that share no memory, as on several hosts."""
+    name = 'ours over gloo, later calls'
+    shares_memory = False
 
 
 class FirstCall(Method):
@@ -116,7 +123,7 @@ class FirstCall(Method):
         _make_executor(self.participant).execute(*_buffers_of(self.participant))
 
 
-def _make_executor(participant: Participant) -> AffineTransferExecutor:
+def _make_executor(participant: Participant, shares_memory: bool = True) -> AffineTransferExecutor:
     endpoints = TransferEndpoints(source={trainer: trainer
                                           for trainer in range(TRAINERS)},
                                   target=participant.job.target_ranks)
@@ -124,6 +131,7 @@ def _make_executor(participant: Participant) -> AffineTransferExecutor:
                                   endpoints,
                                   source_dtype=torch.float32,
                                   dtype=participant.job.dtype,
+                                  budget=StagingBudget(share_memory=shares_memory),
                                   group=participant.group)
 
 
