@@ -31,9 +31,10 @@ __all__ = [
 
 # A chunk that needs no packing at one or both of its ends travels alone, straight from or into the buffer there, when
 # it has this many bytes. For a shorter one, a message of its own costs more than the copies that it saves.
-ALONE_BYTES_BY_BARE_ENDS = {1: 1 << 20, 2: 1 << 17}
-# Longer messages leave the cache between packing and sending. Those that need neither end's copies may be longer.
-MAX_PACKED_BYTES = 1 << 22
+ALONE_BYTES_BY_BARE_ENDS = {1: 3 << 19, 2: 1 << 17}
+# Longer messages leave the cache between packing and sending. Those that need neither end's copies may be longer. Two
+# slots of this size leave some of the default budget for the Python objects of a schedule.
+MAX_PACKED_BYTES = 7 << 20
 # The same in shared memory: two slots of a pair stay in the cache, and word of a message costs less than sending one.
 MAX_SHARED_BYTES = 1 << 21
 
