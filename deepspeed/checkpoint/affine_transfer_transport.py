@@ -187,9 +187,9 @@ class ProcessGroupTransport:
         ]
         # A wait of its own for each would let them add up.
         timeout_s = self.timeout_s
-        deadline = timeout_s and time.monotonic() + timeout_s
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for teller in tellers:
-            teller.wait(deadline and timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            teller.wait(None if deadline is None else timedelta(seconds=max(0.001, deadline - time.monotonic())))
         _Posted('sending to all ranks', learn).wait()
 
     def _on_device(self, *tensors: torch.Tensor) -> List[torch.Tensor]:
