@@ -81,12 +81,8 @@ class Agreement:
         self._row = torch.zeros(len(_Status._fields), dtype=torch.int64, device='cpu')
         self._table = torch.zeros((transport.size, len(_Status._fields)), dtype=torch.int64, device='cpu')
         self._row_values, self._table_values = self._row.numpy(), self._table.numpy()
-        self._executor = 0
-
-    @property
-    def executor(self) -> int:
-        """The executor's number, which no other one has."""
-        return self._executor
+        # The executor's number, which no other one has.
+        self.executor = 0
 
     def construct(self, fault: Optional[Exception], terms: Optional[Terms]) -> None:
         """Agree on the terms and on a number for the executor, or pass on why this rank cannot build one."""
@@ -99,7 +95,7 @@ class Agreement:
         pairs_differ = any(sum(status[lane] for status in statuses) % _WORD for lane in (4, 5))
         if settings_differ or pairs_differ:
             raise _disagreement(_differences([json.loads(text) for text in self._gather_text(_as_json(terms))]))
-        self._executor = sum(status.executor for status in statuses) % _WORD
+        self.executor = sum(status.executor for status in statuses) % _WORD
 
     def open(self, fault: Optional[Exception], residency: int, host: int, lays_out: bool) -> Opening:
         """Agree that every rank begins this call of ``execute``, or pass on why this rank refuses to.
@@ -108,7 +104,7 @@ class Agreement:
         and whether one of them is yet to lay its messages out.
         """
         status = _Status(_OPEN,
-                         self._executor,
+                         self.executor,
                          int(fault is not None),
                          residency=residency,
                          lays_out=int(lays_out),
@@ -120,16 +116,16 @@ class Agreement:
 
     def share(self, host: int) -> List[int]:
         """Every rank's host after a step to share memory on it, 0 for one that could not take the step."""
-        return [status.host for status in self._exchange(_Status(_SHARE, self._executor, host=host))]
+        return [status.host for status in self._exchange(_Status(_SHARE, self.executor, host=host))]
 
     def ready(self, fault: Optional[Exception]) -> None:
         """Agree that every rank has laid its messages out, or pass on why this rank could not."""
-        self._raise_if_any_refuses(self._exchange(_Status(_READY, self._executor, int(fault is not None))), fault)
+        self._raise_if_any_refuses(self._exchange(_Status(_READY, self.executor, int(fault is not None))), fault)
 
     def close(self) -> None:
         """Learn that every rank has moved its part of this call; RuntimeError where one is elsewhere."""
         try:
-            self._exchange(_Status(_CLOSE, self._executor))
+            self._exchange(_Status(_CLOSE, self.executor))
         except Refused as refused:
             raise RuntimeError(str(refused)) from refused
 
