@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 import warnings
+from itertools import chain
 from pathlib import Path
 from typing import Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Type
 
@@ -71,12 +72,20 @@ class Measured(NamedTuple):
     extra_mb: float
     file_mb: float
 
+    @classmethod
+    def over(cls, launches: Sequence['Measured']) -> 'Measured':
+        """One method's rounds of all launches, one after another."""
+        names, *rounds, correct, extra_mb, file_mb = zip(*launches)
+        return cls(names[0], *(list(chain.from_iterable(each)) for each in rounds), all(correct), max(extra_mb),
+                   max(file_mb))
+
 
 class Outcome(NamedTuple):
     """What the processes of a job found out.
 
     ``missing`` says why a method did not run. ``staging_mb`` is the most that a process's executor reports of its
-    later calls, ``bound_mb`` the most that it states beforehand for one of these processes.
+    later calls, ``bound_mb`` the most that it states beforehand for one of these processes. Each method has as many
+    rounds of each of the ``launches``.
     """
     methods: List[Measured]
     missing: Dict[str, str]
@@ -84,6 +93,15 @@ class Outcome(NamedTuple):
     staging_mb: float
     bound_mb: float
     has_kept_masters: bool
+    launches: int = 1
+
+    @classmethod
+    def over(cls, launches: Sequence['Outcome']) -> 'Outcome':
+        """What several launches of the same processes found out together."""
+        return launches[0]._replace(methods=[Measured.over(same) for same in zip(*(one.methods for one in launches))],
+                                    staging_mb=max(one.staging_mb for one in launches),
+                                    has_kept_masters=all(one.has_kept_masters for one in launches),
+                                    launches=len(launches))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -92,7 +110,7 @@ class Outcome(NamedTuple):
 
 
 def measure_job(meeting: Meeting, name: str, shapes: Mapping[str, Tuple[int, ...]], methods: Methods, repeats: int,
-                corrupt: Sequence[str]) -> Outcome:
+                corrupt: Sequence[str], launch: int) -> Outcome:
     """Do one job by every method, ``repeats`` times in turn. Called by all processes of the job."""
     logging.getLogger('DeepSpeed').setLevel(logging.ERROR)
     warnings.filterwarnings('ignore', category=FutureWarning, module='torch.distributed')
@@ -110,7 +128,7 @@ def measure_job(meeting: Meeting, name: str, shapes: Mapping[str, Tuple[int, ...
             missing[method.name] = str(error)
     # A method finds in the caches what the one before it left there: let that be another one each time, the same for
     # all processes.
-    order = random.Random(0)
+    order = random.Random(launch)
     for _ in range(repeats):
         for trial in order.sample(trials, len(trials)):
             trial.repeat()
@@ -203,6 +221,15 @@ def speed_ratio(seconds: Sequence[float], others_seconds: Sequence[float]) -> fl
     return statistics.median(theirs / own for own, theirs in zip(seconds, others_seconds))
 
 
+def ratio_by_launch(outcome: Outcome, method: Measured, other: Measured) -> List[float]:
+    """``speed_ratio`` within each launch alone."""
+    rounds = len(method.seconds) // outcome.launches
+    return [
+        speed_ratio(method.seconds[begin:begin + rounds], other.seconds[begin:begin + rounds])
+        for begin in range(0, len(method.seconds), rounds)
+    ]
+
+
 def targets_of(outcomes: Mapping[str, Outcome]) -> Iterator[Row]:
     """What was aimed at, what was reached, and figures to compare that with."""
     for job, outcome in outcomes.items():
@@ -214,9 +241,11 @@ def speed_targets(job: str, outcome: Outcome) -> Iterator[Row]:
     for jobs, method, others, at_least in SPEED_TARGETS:
         ours, other = fastest(outcome, [method]), fastest(outcome, others)
         if job in jobs and ours and other:
-            yield target_row(f'{job}: {ours.name}, times as fast as: {other.name}',
+            row = target_row(f'{job}: {ours.name}, times as fast as: {other.name}',
                              speed_ratio(ours.seconds, other.seconds),
                              at_least=at_least)
+            row['by_launch'] = ratio_by_launch(outcome, ours, other)
+            yield row
     bare, rest, checkpoint = (fastest(outcome, methods) for methods in (BARE, [ConvertAndUnpack], [Checkpoint]))
     if bare and rest and checkpoint:
         one_after_the_other = list(map(sum, zip(bare.seconds, rest.seconds)))
@@ -238,7 +267,14 @@ def memory_targets(job: str, outcome: Outcome) -> Iterator[Row]:
 def parse_arguments(arguments: Optional[List[str]]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--scale', type=float, default=1.0, help='of the model: 1 has 1 GB of fp32 masters (default)')
-    parser.add_argument('--repeats', type=int, default=7, help='of every measurement, the median counts (default: 7)')
+    parser.add_argument('--launches',
+                        type=int,
+                        default=5,
+                        help='how often the processes of a job are started anew (default: 5)')
+    parser.add_argument('--repeats',
+                        type=int,
+                        default=3,
+                        help='of every method in each launch, the median over all of them counts (default: 3)')
     parser.add_argument('--jobs', nargs='+', choices=JOBS, default=list(JOBS), metavar='NAME', help=', '.join(JOBS))
     names = [method.name for method in METHODS]
     parser.add_argument('--methods',
@@ -265,9 +301,10 @@ def main(arguments: Optional[List[str]] = None) -> int:
     outcomes: Dict[str, Outcome] = {}
     tables: Dict[str, List[Row]] = {}
     for name in options.jobs:
-        outcome = run_processes(measure_job, JOBS[name].processes, name, shapes, methods, options.repeats,
-                                options.corrupt)
-        outcomes[name] = outcome
+        outcomes[name] = outcome = Outcome.over([
+            run_processes(measure_job, JOBS[name].processes, name, shapes, methods, options.repeats, options.corrupt,
+                          launch) for launch in range(options.launches)
+        ])
         for method, reason in outcome.missing.items():
             print(f'{name}: without {method}: {reason}', file=sys.stderr)
         tables[name] = rows_of(outcome)

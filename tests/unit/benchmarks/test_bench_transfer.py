@@ -37,7 +37,7 @@ def run_benchmark(*options):
 def run_of_all(tmp_path_factory):
     """What a run of all jobs and methods wrote, and what it printed."""
     path = tmp_path_factory.mktemp('bench') / 'transfer.json'
-    result = run_benchmark('--repeats', '2', '--json', path)
+    result = run_benchmark('--launches', '2', '--repeats', '1', '--json', path)
     assert result.returncode == 0, result.stdout + result.stderr
     return json.loads(path.read_text()), result
 
@@ -129,7 +129,7 @@ def test_cores_are_the_processor_time_of_all_processes_to_the_time_of_a_round(ou
 
 def test_targets_are_medians_over_the_rounds(outcome):
     from bench_transfer import targets_of
-    assert [tuple(row.values()) for row in targets_of({'weight-sync': outcome})] == [
+    assert [tuple(row.values())[:5] for row in targets_of({'weight-sync': outcome})] == [
         ('weight-sync: ours over gloo, later calls, times as fast as: loop: 2 buckets of 16 MiB', 0.95, None, 1, True),
         ('weight-sync: ours over gloo, later calls, times as fast as: checkpoint through /dev/shm', None, None, 4,
          None),
@@ -145,12 +145,33 @@ def test_targets_are_medians_over_the_rounds(outcome):
     ]
 
 
+def test_launches_count_together_and_each_one_is_told(outcome):
+    from bench_transfer import Outcome, rows_of, targets_of
+    slow = outcome._replace(staging_mb=25.,
+                            has_kept_masters=False,
+                            methods=[
+                                measured._replace(seconds=[10 * took for took in measured.seconds],
+                                                  correct=measured.name != 'bare, one message',
+                                                  extra_mb=50.) if measured.name.startswith('bare') else measured
+                                for measured in outcome.methods
+                            ])
+    together = Outcome.over([outcome, slow])
+    assert (together.staging_mb, together.has_kept_masters) == (25., False)
+    rows = {row['method']: row for row in rows_of(together)}
+    assert {row['runs'] for row in rows.values()} == {6}
+    bare = rows['bare, one message']
+    assert (bare['ms'], bare['extra_mb'], bare['correct']) == (5500, 50., False)
+    row, = (row for row in targets_of({'weight-sync': together}) if 'as fast as: bare' in row['target'])
+    # 1/1, 1/2 and 1/2 at first, ten times that in the other launch.
+    assert (row['reached'], row['by_launch']) == (3, [0.5, 5])
+
+
 @pytest.mark.parametrize('job, spoilt', [('resize', ['ours, later calls', 'bare, one message']),
                                          ('weight-sync', ['ours, first call', 'convert and unpack'])])
 def test_one_wrong_element_is_found_and_told(job, spoilt, tmp_path):
     path = tmp_path / 'transfer.json'
-    result = run_benchmark('--jobs', job, '--repeats', '1', '--methods', *spoilt, 'memcpy', '--corrupt', *spoilt,
-                           '--json', path)
+    result = run_benchmark('--jobs', job, '--launches', '1', '--repeats', '1', '--methods', *spoilt, 'memcpy',
+                           '--corrupt', *spoilt, '--json', path)
     correct = {row['method']: row['correct'] for row in json.loads(path.read_text())['tables'][job]}
     assert correct == {**dict.fromkeys(spoilt, False), 'memcpy': True}
     assert result.returncode == 1
@@ -179,7 +200,7 @@ def test_converting_alone_is_wrong_where_its_slots_hold_anything_but_the_last_pi
 
 
 def test_a_job_without_a_method_that_can_do_it_measures_nothing():
-    result = run_benchmark('--jobs', 'resize', '--methods', 'convert and unpack')
+    result = run_benchmark('--jobs', 'resize', '--launches', '1', '--methods', 'convert and unpack')
     assert result.returncode == 0 and 'resize: without convert and unpack: this job converts nothing' in result.stderr
 
 
