@@ -25,8 +25,6 @@ PAGEABLE, PINNED = 'pageable', 'pinned'
 
 _BIT_BY_SIDE = {'source': 1, 'target': 2}
 
-_NO_STREAM = nullcontext()
-
 
 def accelerator_type() -> Optional[str]:
     """The type of the accelerator's devices, 'cuda' say; None where it has no streams, as the CPU has none."""
@@ -100,10 +98,6 @@ class Copies(NamedTuple):
     targets: Sequence = ()
     sources: Sequence = ()
 
-    def share(self, number: int, count: int) -> 'Copies':
-        """The copies that are the turn of ``number`` when ``count`` take turns."""
-        return Copies(self.targets[number::count], self.sources[number::count])
-
 
 def copy(copies: Copies) -> None:
     """Copy and convert within one memory."""
@@ -123,7 +117,7 @@ class Lane:
 
     def as_current(self):
         """A context in which the lane's stream is the current one."""
-        return get_accelerator().stream(self._stream) if self._stream is not None else _NO_STREAM
+        return get_accelerator().stream(self._stream) if self._stream is not None else nullcontext()
 
     def copy(self, copies: Copies) -> None:
         """Copy and convert within device memory."""

@@ -15,7 +15,7 @@ from typing import Deque, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 
-from .affine_transfer_memory import HOST, Lane, Mark, copy
+from .affine_transfer_memory import HOST, Copies, Lane, Mark, copy
 from .affine_transfer_staging import Layout, Load, Loads
 from .affine_transfer_transport import PendingMessage, Transport
 
@@ -69,15 +69,17 @@ class Mover:
         """
         self._follow_the_caller()
         windows = layout.windows or [_NO_MESSAGES]
-        started = 0
-        for finished in range(len(windows)):
-            while started < len(windows) and not self._must_finish_one_before(windows[started]):
+        started = finished = 0
+        while finished < len(windows):
+            if started < len(windows) and not self._must_finish_one_before(windows[started]):
                 self._start(windows[started])
                 started += 1
+                continue
             # Peers wait for nothing of this rank now, but for slots in shared memory to be read.
-            self._incoming.copy(layout.device.share(finished, len(windows)))
-            copy(layout.host.share(finished, len(windows)))
+            self._incoming.copy(_share(layout.device, finished, len(windows)))
+            copy(_share(layout.host, finished, len(windows)))
             self._finish_oldest()
+            finished += 1
         self.until_done()
 
     def _must_finish_one_before(self, loads: Loads) -> bool:
@@ -89,32 +91,22 @@ class Mover:
         return self._no_turn if loads.turn is None else self._turns[loads.turn]
 
     def _start(self, loads: Loads) -> None:
-        if self._device is None:
-            for load in loads.sends:
-                copy(load.host)
-        else:
-            self._ready_slots(loads)
-        sends, receives = self._exchange(loads)
-        for load in loads.shared_sends:
-            copy(load.host)
-            load.line.tell_written()
-        if loads.to_itself:
-            turn = self._turn_of(loads)
-            self._pack([sender for sender, _ in loads.to_itself], turn.packed)
-            self._unpack_on_device([receiver for _, receiver in loads.to_itself], turn.arrived)
-        self._under_way.append(_UnderWay(loads, sends, receives))
-        self._operations_under_way += loads.operations
-        if loads.turn is not None:
-            self._turns_taken.add(loads.turn)
-
-    def _ready_slots(self, loads: Loads) -> None:
-        """Pack what is sent to peers, and wait for slots, where the device may still be at work in them."""
         turn = self._turn_of(loads)
         self._until_slots_may_be_packed(turn)
         self._pack(loads.sends, turn.packed)
         if HOST in self._transport.memory:
             self._until_host_may_send(turn)
         self._until_slots_may_be_received_into(turn)
+        sends, receives = self._exchange(loads)
+        for load in loads.shared_sends:
+            copy(load.host)
+            load.line.tell_written()
+        self._pack([sender for sender, _ in loads.to_itself], turn.packed)
+        self._unpack_on_device([receiver for _, receiver in loads.to_itself], turn.arrived)
+        self._under_way.append(_UnderWay(loads, sends, receives))
+        self._operations_under_way += loads.operations
+        if loads.turn is not None:
+            self._turns_taken.add(loads.turn)
 
     def _exchange(self, loads: Loads) -> Tuple[List[PendingMessage], List[PendingMessage]]:
         if not loads.sends and not loads.receives:
@@ -132,21 +124,30 @@ class Mover:
             self._outgoing.set(mark)
 
     def _finish_oldest(self) -> None:
-        loads, sends, receives = self._under_way.popleft()
-        for load, message in zip(loads.receives, receives):
+        under_way = self._under_way.popleft()
+        loads, turn = under_way.loads, self._turn_of(under_way.loads)
+        for load, message in zip(loads.receives, under_way.receives):
             self._until_received(message)
-            if self._device is not None:
-                self._unpack_on_device([load], self._turn_of(loads).arrived)
+            self._unpack_on_device([load], turn.arrived)
             if load.wire.is_cpu:
                 copy(load.host)
-        if self._device is not None:
-            self._unpack_on_host(loads)
+        on_device = [load for load in loads.receives if not load.wire.is_cpu]
+        if on_device and loads.turn is not None:
+            self._incoming.set(turn.unpacked)
+        if any(load.host.targets for load in on_device):
+            self._until_host_may_unpack(turn)
+            for load in on_device:
+                copy(load.host)
+        if any(load.host.targets for _, load in loads.to_itself):
+            self._until_host_may_unpack_its_own(turn)
+            for _, load in loads.to_itself:
+                copy(load.host)
         # All is received before anything that was sent is awaited: so no rank awaits one that awaits it.
         for load in loads.shared_receives:
             load.line.until_written()
             copy(load.host)
             load.line.tell_read()
-        for message in sends:
+        for message in under_way.sends:
             self._until_sent(message)
         for load in loads.shared_sends:
             load.line.until_read()
@@ -159,21 +160,6 @@ class Mover:
             self._incoming.copy(load.device)
         if any(load.is_watched for load in loads):
             self._incoming.set(mark)
-
-    def _unpack_on_host(self, loads: Loads) -> None:
-        """Copy to host buffers what arrived in device memory, from peers or from this process itself."""
-        turn = self._turn_of(loads)
-        on_device = [load for load in loads.receives if not load.wire.is_cpu]
-        if on_device and loads.turn is not None:
-            self._incoming.set(turn.unpacked)
-        if any(load.host.targets for load in on_device):
-            self._until_host_may_unpack(turn)
-            for load in on_device:
-                copy(load.host)
-        if any(load.host.targets for _, load in loads.to_itself):
-            self._until_host_may_unpack_its_own(turn)
-            for _, load in loads.to_itself:
-                copy(load.host)
 
     # All that waits
 
@@ -218,3 +204,7 @@ class Mover:
         """Lanes may still read sources and write targets."""
         self._outgoing.until_done()
         self._incoming.until_done()
+
+
+def _share(copies: Copies, number: int, count: int) -> Copies:
+    return Copies(copies.targets[number::count], copies.sources[number::count])

@@ -81,8 +81,9 @@ class Load(NamedTuple):
     is_watched: bool = False
 
     def bound(self, buffers: Buffers) -> 'Load':
-        return Load(self.peer, _bound(self.wire, buffers), _bound_copies(self.host, buffers),
-                    _bound_copies(self.device, buffers), _bound_copies(self.crossing, buffers), self.is_watched)
+        return Load(self.peer, _bound(self.wire, buffers),
+                    *(_bound_copies(copies, buffers) for copies in (self.host, self.device, self.crossing)),
+                    self.is_watched)
 
 
 class SharedLoad(NamedTuple):

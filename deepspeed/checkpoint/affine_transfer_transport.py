@@ -13,6 +13,7 @@ from a store, as groups between trainers and rollout workers are.
 
 import time
 from datetime import timedelta
+from functools import partial
 from threading import RLock
 from typing import Callable, FrozenSet, List, Optional, Protocol, Sequence, Tuple, runtime_checkable
 from weakref import WeakKeyDictionary
@@ -134,16 +135,14 @@ class ProcessGroupTransport:
         return None if timeout is None else timeout.total_seconds()
 
     def exchange(self, sends, receives):
-        grouped = None
-        if DEVICE in self.memory:
-            on_device = [[message for message in side if not message[0].is_cpu] for side in (sends, receives)]
-            grouped = self._exchange_on_device(*on_device) if any(on_device) else None
+        on_device = [[message for message in side if not message[0].is_cpu] for side in (sends, receives)]
+        grouped = self._exchange_on_device(*on_device) if any(on_device) else None
         pending_receives = [
-            _Posted(f'receiving from rank {peer}', self._group.recv, [tensor], peer, _MESSAGE_TAG)
+            _Posted(f'receiving from rank {peer}', partial(self._group.recv, [tensor], peer, _MESSAGE_TAG))
             if tensor.is_cpu else grouped for tensor, peer in receives
         ]
         pending_sends = [
-            _Posted(f'sending to rank {peer}', self._group.send, [tensor], peer, _MESSAGE_TAG)
+            _Posted(f'sending to rank {peer}', partial(self._group.send, [tensor], peer, _MESSAGE_TAG))
             if tensor.is_cpu else grouped for tensor, peer in sends
         ]
         return pending_sends, pending_receives
@@ -158,7 +157,7 @@ class ProcessGroupTransport:
         for tensor, peer in sends:
             self._group.send([tensor.view(torch.uint8)], peer, _MESSAGE_TAG)
         peers = sorted({peer for side in (sends, receives) for _, peer in side})
-        return _Posted(f'exchanging with ranks {peers}', self._group._end_coalescing, *self._coalesced)
+        return _Posted(f'exchanging with ranks {peers}', partial(self._group._end_coalescing, *self._coalesced))
 
     def all_gather(self, table, row):
         if HOST in self.memory:
@@ -175,23 +174,23 @@ class ProcessGroupTransport:
         gloo's allgather hands rows round a ring instead: each of its steps waits for another process to be scheduled,
         for up to a timeout of its own, and nobody learns who has not come.
         """
-        learn = self._group.broadcast, [table], _FROM_FIRST_RANK
+        learn = partial(self._group.broadcast, [table], _FROM_FIRST_RANK)
         if self.rank > 0:
-            told = _Posted('sending to rank 0', self._group.send, [row], 0, _ROW_TAG)
-            _Posted('receiving from rank 0 what all ranks told it', *learn).wait()
+            told = _Posted('sending to rank 0', partial(self._group.send, [row], 0, _ROW_TAG))
+            _Posted('receiving from rank 0 what all ranks told it', learn).wait()
             told.wait()
             return
         table[0].copy_(row)
         tellers = [
-            _Posted(f'receiving from rank {peer}', self._group.recv, [table[peer]], peer, _ROW_TAG)
+            _Posted(f'receiving from rank {peer}', partial(self._group.recv, [table[peer]], peer, _ROW_TAG))
             for peer in range(1, self.size)
         ]
         # A wait of its own for each would let them add up.
         timeout_s = self.timeout_s
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for teller in tellers:
-            teller.wait(*([] if deadline is None else [timedelta(seconds=max(0.001, deadline - time.monotonic()))]))
-        _Posted('sending to all ranks', *learn).wait()
+            teller.wait(None if deadline is None else timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        _Posted('sending to all ranks', learn).wait()
 
     def _on_device(self, *tensors: torch.Tensor) -> List[torch.Tensor]:
         """Device memory of the form of these tensors, the same as the last time where they are of the same form."""
@@ -232,19 +231,19 @@ class ProcessGroupTransport:
 
 
 class _Posted:
-    """A message under way, begun by ``post(*arguments)``; its failure says what was being done."""
+    """A message under way, whose failure says whom it was for."""
 
-    def __init__(self, doing: str, post: Callable[..., PendingMessage], *arguments):
+    def __init__(self, doing: str, post: Callable[[], PendingMessage]):
         self._doing = doing
-        self._work = self._told(post, *arguments)
+        self._work = self._told(post)
 
-    def wait(self, *timeout: timedelta):
+    def wait(self, timeout: Optional[timedelta] = None):
         """Raises RuntimeError after ``timeout`` too, in place of the group's."""
-        self._told(self._work.wait, *timeout)
+        self._told(self._work.wait if timeout is None else partial(self._work.wait, timeout))
 
-    def _told(self, call, *arguments):
+    def _told(self, call):
         try:
-            return call(*arguments)
+            return call()
         except RuntimeError as error:
             raise RuntimeError(f'{self._doing}: {error}') from error
 
