@@ -69,17 +69,15 @@ class Mover:
         """
         self._follow_the_caller()
         windows = layout.windows or [_NO_MESSAGES]
-        started = finished = 0
-        while finished < len(windows):
-            if started < len(windows) and not self._must_finish_one_before(windows[started]):
+        started = 0
+        for finished in range(len(windows)):
+            while started < len(windows) and not self._must_finish_one_before(windows[started]):
                 self._start(windows[started])
                 started += 1
-                continue
             # Peers wait for nothing of this rank now, but for slots in shared memory to be read.
             self._incoming.copy(_share(layout.device, finished, len(windows)))
             copy(_share(layout.host, finished, len(windows)))
             self._finish_oldest()
-            finished += 1
         self.until_done()
 
     def _must_finish_one_before(self, loads: Loads) -> bool:
