@@ -20,7 +20,6 @@ import statistics
 import sys
 import time
 import warnings
-from itertools import chain
 from pathlib import Path
 from typing import Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Type
 
@@ -75,9 +74,12 @@ class Measured(NamedTuple):
     @classmethod
     def over(cls, launches: Sequence['Measured']) -> 'Measured':
         """One method's rounds of all launches, one after another."""
-        names, *rounds, correct, extra_mb, file_mb = zip(*launches)
-        return cls(names[0], *(list(chain.from_iterable(each)) for each in rounds), all(correct), max(extra_mb),
-                   max(file_mb))
+        return cls(launches[0].name,
+                   seconds=[seconds for one in launches for seconds in one.seconds],
+                   cpu_seconds=[seconds for one in launches for seconds in one.cpu_seconds],
+                   correct=all(one.correct for one in launches),
+                   extra_mb=max(one.extra_mb for one in launches),
+                   file_mb=max(one.file_mb for one in launches))
 
 
 class Outcome(NamedTuple):
