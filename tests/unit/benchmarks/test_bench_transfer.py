@@ -130,7 +130,8 @@ def test_cores_are_the_processor_time_of_all_processes_to_the_time_of_a_round(ou
 def test_targets_are_medians_over_the_rounds(outcome):
     from bench_transfer import targets_of
     assert [tuple(row.values()) for row in targets_of({'weight-sync': outcome})] == [
-        ('weight-sync: ours over gloo, later calls, times as fast as: loop: 2 buckets of 16 MiB', 0.95, None, 1, True, [1]),
+        ('weight-sync: ours over gloo, later calls, times as fast as: loop: 2 buckets of 16 MiB', 0.95, None, 1, True,
+         [1]),
         ('weight-sync: ours over gloo, later calls, times as fast as: checkpoint through /dev/shm', None, None, 4,
          None, [4]),
         ('weight-sync: ours, later calls, times as fast as: bare, one message', None, None, 0.5, None, [0.5]),
